@@ -1,0 +1,66 @@
+"""One step of speculative decoding: draft, verify, commit.
+
+`step` is Algorithm 1 of Leviathan et al. 2023 (arXiv 2211.17192) over a batch of sequences. Plain decoding is the same
+step with a drafter that proposes nothing, so a comparison between the two compares one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from surefoot.errors import InputError
+from surefoot.sequence import Sequence
+from surefoot.types import Draft, Drafter, Target, Verdict, Window
+from surefoot.verify import verify
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did to one sequence. `emitted` counts the tokens it put out; when the output ended inside the
+    draft, that is fewer than `verdict.accepted + 1`."""
+
+    sequence: Sequence
+    position: int
+    draft: Draft
+    verdict: Verdict
+    emitted: int
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens that were kept and emitted."""
+        return min(self.verdict.accepted, self.emitted)
+
+
+def prefill(sequence: Sequence, drafter: Drafter, target: Target) -> None:
+    """Read the prompt, all but its last token (the first window begins with that one), and show it to the drafter."""
+    for position, hidden in target.prefill(sequence.slot, sequence.tokens[:-1]):
+        drafter.observe(sequence, position, hidden)
+
+
+def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: int) -> list[StepRecord]:
+    """Advance every sequence of the batch by one draft, one verify pass and one commit.
+
+    A draft never reaches past the sequence's limit: with `room` tokens left, `room - 1` draft tokens and the one that
+    follows them fill it exactly.
+    """
+    drafts = drafter.propose(batch, [min(draft_length, sequence.room - 1) for sequence in batch])
+    for draft in drafts:
+        check_draft(draft, target.vocab_size)
+    windows = [Window(s.slot, (s.tokens[-1], *draft.tokens)) for s, draft in zip(batch, drafts, strict=True)]
+    records = []
+    for sequence, draft, scores in zip(batch, drafts, target.verify(windows), strict=True):
+        position = len(sequence.tokens)
+        verdict = verify(draft, scores.logits, sequence.params, position)
+        emitted = sequence.extend((*draft.tokens[: verdict.accepted], verdict.token))
+        target.commit(sequence.slot, keep=emitted)  # all that was emitted but its last token, and the one before it
+        drafter.observe(sequence, position - 1, None if scores.hidden is None else scores.hidden[:emitted])
+        records.append(StepRecord(sequence, position, draft, verdict, emitted))
+    return records
+
+
+def check_draft(draft: Draft, vocab_size: int) -> None:
+    """Raise InputError if a drafter proposed a token that the target does not have."""
+    for token in draft.tokens:
+        if not 0 <= token < vocab_size:
+            raise InputError(f"drafter {draft.source!r}: expected token ids below {vocab_size}, found {token}")

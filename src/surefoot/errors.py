@@ -1,0 +1,32 @@
+"""Every error that Surefoot raises on purpose.
+
+    SurefootError
+    ├── InputError        an argument of the caller is wrong (also a ValueError)
+    ├── CheckpointError   a checkpoint's files do not hold what they must
+    ├── TokenizerError    text was given or asked for and there is no tokenizer for it
+    └── NumericalError    a model produced values that cannot be used, NaN logits for example
+
+Messages name the thing, what was expected, and what was found.
+"""
+
+from __future__ import annotations
+
+
+class SurefootError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InputError(SurefootError, ValueError):
+    """An argument is wrong; nothing was changed."""
+
+
+class CheckpointError(SurefootError):
+    """A checkpoint is missing, malformed, or not what its config says."""
+
+
+class TokenizerError(SurefootError):
+    """Text was given or asked for and the model has no tokenizer."""
+
+
+class NumericalError(SurefootError):
+    """A model produced values that cannot be used."""
