@@ -1,0 +1,49 @@
+"""Two drafters for one sequence: n-gram lookup where it matches well, another drafter everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from surefoot.drafters.ngram import NgramDrafter
+from surefoot.errors import InputError
+from surefoot.sequence import Sequence
+from surefoot.types import Draft, Drafter
+
+
+class CombinedDrafter:
+    """Copies from the text if its last `min_match` tokens or more stood there before, and asks `then` otherwise.
+
+    Both drafters observe everything, so either is ready at any step. A copied draft costs nothing, so a long agreement
+    beats a model's guess; a short one is often chance. Raises InputError if `min_match` is below 1.
+    """
+
+    def __init__(self, first: NgramDrafter, then: Drafter, min_match: int = 4) -> None:
+        if min_match < 1:
+            raise InputError(f"min_match: expected at least 1, found {min_match}")
+        self.name = f"{then.name}+{first.name}"
+        self._first = first
+        self._then = then
+        self._min_match = min_match
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+        """Each sequence's draft from the one or the other; `then` is asked once, for all that are left to it."""
+        drafts: list[Draft | None] = []
+        for sequence, depth in zip(sequences, depths, strict=True):
+            match = self._first.find(sequence)
+            good = match is not None and match.length >= self._min_match
+            drafts.append(self._first.draft(sequence, match, depth) if good else None)
+        left = [i for i, draft in enumerate(drafts) if draft is None]
+        answers = iter(self._then.propose([sequences[i] for i in left], [depths[i] for i in left]) if left else ())
+        return [next(answers) if draft is None else draft for draft in drafts]
+
+    def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
+        """Show both what was committed."""
+        self._first.observe(sequence, position, hidden)
+        self._then.observe(sequence, position, hidden)
+
+    def release(self, sequence: Sequence) -> None:
+        """Make both forget the sequence."""
+        self._first.release(sequence)
+        self._then.release(sequence)
