@@ -1,0 +1,7 @@
+"""Every tensor that outlives a step. `hybrid` is the whole; `kv` and `recurrent` are the two kinds of layer."""
+
+from surefoot.cache.hybrid import HybridCache
+from surefoot.cache.kv import KVCache
+from surefoot.cache.recurrent import RecurrentCache
+
+__all__ = ["HybridCache", "KVCache", "RecurrentCache"]

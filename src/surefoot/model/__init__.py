@@ -1,0 +1,6 @@
+"""The target network and its MTP head. Layers read and write the caches they are handed and keep no state."""
+
+from surefoot.model.decoder import Decoder, build_cache
+from surefoot.model.mtp import MTPHead
+
+__all__ = ["Decoder", "MTPHead", "build_cache"]

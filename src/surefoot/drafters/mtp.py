@@ -1,0 +1,117 @@
+"""Drafting with the checkpoint's own multi-token-prediction head, chained.
+
+The head's lane holds one row per position p, made from the target's hidden state at p and the token at p + 1. Rows of
+committed positions always come from the target: what a chain wrote from the head's own hidden states is overwritten
+once the target has read those tokens. The prompt is the first thing observed, so the lane starts full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from surefoot.errors import InputError
+from surefoot.model import MTPHead
+from surefoot.model.spans import Layout
+from surefoot.sequence import Sequence
+from surefoot.types import Draft
+from surefoot.verify import draft_token
+
+BULK_ROWS = 32  # observed rows from which the lane is filled by a prefill pass at once
+
+
+class MTPDrafter:
+    """Drafts greedily at temperature 0 and by the request's acceptance rule above it. A chain ends after a stop id,
+    and, if `min_confidence` is above 0, where the head's most likely token is less likely than that."""
+
+    name = "mtp"
+
+    def __init__(self, head: MTPHead, slots: int, min_confidence: float = 0.0) -> None:
+        if not 0.0 <= min_confidence < 1.0:
+            raise InputError(f"min_confidence: expected at least 0 and below 1, found {min_confidence}")
+        self._head = head
+        self._lane = head.build_lane(slots)
+        self._min_confidence = min_confidence
+        # Per slot: the first position whose final row is not in the lane yet, and the target's hidden states from it.
+        self._pending: list[tuple[int, Tensor] | None] = [None] * slots
+
+    def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
+        """Remember the target's hidden states; long runs of them enter the lane right away."""
+        if hidden is None:
+            raise InputError("drafter 'mtp': expected a target that gives hidden states, found none")
+        slot, pending = sequence.slot, self._pending[sequence.slot]
+        if pending is not None and position > 0:
+            position, hidden = pending[0], torch.cat([pending[1], hidden])
+        if hidden.shape[0] > BULK_ROWS:
+            # The last row stays: its output is the next draft.
+            done = hidden.shape[0] - 1
+            following = sequence.tokens[position + 1 : position + 1 + done]
+            self._head.prefill(hidden[:done], following, self._lane, slot, position)
+            position, hidden = position + done, hidden[done:]
+        self._pending[slot] = (position, hidden)
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+        """Chain the head up to `depths[i]` times behind each sequence; nothing where nothing was observed yet."""
+        chains = [
+            _Chain(sequence, depth, *pending)
+            for sequence, depth in zip(sequences, depths, strict=True)
+            if depth > 0 and (pending := self._pending[sequence.slot]) is not None
+        ]
+        for chain in chains:  # the rows they hold enter the lane for good now
+            self._pending[chain.sequence.slot] = None
+        running = chains
+        while running:
+            running = self._extend(running)
+        by_slot = {chain.sequence.slot: chain.draft() for chain in chains}
+        return [by_slot.get(sequence.slot, Draft(source=self.name)) for sequence in sequences]
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget the sequence; its lane is overwritten by the slot's next one."""
+        self._pending[sequence.slot] = None
+
+    def _extend(self, chains: list[_Chain]) -> list[_Chain]:
+        """Draft one more token for each chain in one pass; returns those that go on."""
+        layout = Layout.of([(c.sequence.slot, c.position, c.hidden.shape[0]) for c in chains])
+        hidden = torch.cat([c.hidden for c in chains])
+        out = self._head.decode(hidden, [t for c in chains for t in c.following()], self._lane, layout)
+        last = [span.row + span.count - 1 for span in layout.spans]
+        out = out[last * 2 if len(last) == 1 else last]
+        logits = self._head.decoder.logits(out)
+        return [c for c, row, h in zip(chains, logits, out, strict=False) if c.accepts(row, h, self._min_confidence)]
+
+
+class _Chain:
+    """One sequence's draft while it grows: the rows to feed next, and the tokens drafted so far."""
+
+    def __init__(self, sequence: Sequence, depth: int, position: int, hidden: Tensor) -> None:
+        self.sequence, self.depth = sequence, depth
+        self.position, self.hidden = position, hidden
+        self._tokens: list[int] = []
+        self._probs: list[Tensor] = []
+
+    def following(self) -> list[int]:
+        """The tokens that follow the rows to feed."""
+        start = self.position + 1
+        known = self.sequence.tokens[start : start + self.hidden.shape[0]]
+        return known or self._tokens[-1:]
+
+    def accepts(self, logits: Tensor, hidden: Tensor, min_confidence: float) -> bool:
+        """Draft a token from logits [V]; whether the chain goes on, from the head's own hidden [H]."""
+        position = len(self.sequence.tokens) + len(self._tokens)
+        # The most likely token decides, not the drawn one: to drop a draft because of what was drawn would make the
+        # drafts that remain follow another distribution than the one handed over.
+        if min_confidence > 0 and logits.softmax(-1).amax().item() < min_confidence:
+            return False
+        token, probs = draft_token(logits, self.sequence.params, position)
+        self._tokens.append(token)
+        if probs is not None:
+            self._probs.append(probs)
+        self.position += self.hidden.shape[0]
+        self.hidden = hidden.unsqueeze(0)
+        return len(self._tokens) < self.depth and token not in self.sequence.stop_ids
+
+    def draft(self) -> Draft:
+        probs = torch.stack(self._probs) if self._probs else None
+        return Draft(tuple(self._tokens), probs, MTPDrafter.name)

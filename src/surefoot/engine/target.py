@@ -1,0 +1,60 @@
+"""The Qwen3.5-family target: a decoder and its hybrid cache behind the Target Protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from surefoot.errors import InputError
+from surefoot.model import Decoder, build_cache
+from surefoot.model.spans import Layout
+from surefoot.types import Scores, Window
+
+PREFILL_CHUNK = 512
+
+
+class DecoderTarget:
+    """See `surefoot.types.Target`. All slots share one cache; a window's rows of all slots are one pass."""
+
+    def __init__(self, decoder: Decoder, slots: int) -> None:
+        self.decoder = decoder
+        self.vocab_size = decoder.config.vocab_size
+        self.max_len = decoder.max_len
+        self.slots = slots
+        self.cache = build_cache(decoder.config, slots, decoder.max_len, decoder.dtype, decoder.device)
+
+    def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
+        """Empty the slot and read the tokens into it, a chunk at a time."""
+        self.cache.reset(slot)
+        for position in range(0, len(tokens), PREFILL_CHUNK):
+            yield position, self.decoder.prefill(tokens[position : position + PREFILL_CHUNK], self.cache, slot)
+
+    def verify(self, windows: Seq[Window]) -> list[Scores]:
+        """Read every window and score its tokens."""
+        for window in windows:
+            end = self.cache.length[window.slot] + len(window.tokens)
+            if end > self.max_len:
+                raise InputError(f"window of slot {window.slot}: expected at most {self.max_len} positions, found {end}")
+        for window in windows:
+            self.cache.open_window(window.slot, len(window.tokens))
+        layout = Layout.of([(w.slot, self.cache.length[w.slot], len(w.tokens)) for w in windows])
+        hidden = self.decoder.decode([token for w in windows for token in w.tokens], self.cache, layout)
+        logits = self.decoder.logits(hidden)
+        return [Scores(logits[span.rows], hidden[span.rows]) for span in layout.spans]
+
+    def commit(self, slot: int, keep: int) -> None:
+        """Keep the window's first `keep` tokens."""
+        self.cache.commit(slot, keep)
+
+    def release(self, slot: int) -> None:
+        """Empty the slot."""
+        self.cache.reset(slot)
+
+    def score(self, tokens: Seq[int]) -> Tensor:
+        """The logits after each of the tokens, [T, V] float32; uses slot 0."""
+        hidden = torch.cat([hidden for _, hidden in self.prefill(0, tokens)])
+        self.release(0)
+        return torch.cat([self.decoder.bulk_logits(part) for part in hidden.split(PREFILL_CHUNK)])

@@ -1,0 +1,27 @@
+"""Softmax attention against cached keys and values.
+
+A verify window is attended one query at a time, each over exactly its own prefix: the very call that plain decoding
+makes at that position, so the bits are the same and no query can see a later draft token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One query [H, D] over keys, values [Hkv, L, D] -> [H, D]; query head j reads head j // (H / Hkv)."""
+    out = F.scaled_dot_product_attention(query[None, :, None], keys[None], values[None], enable_gqa=True)
+    return out[0, :, 0]
+
+
+def attend_chunk(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """A prefill chunk [T, H, D] whose last token is the last of keys, values [Hkv, L, D] -> [T, H, D]; causal."""
+    count, length = query.shape[0], keys.shape[1]
+    mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril_(length - count)
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,110 @@
+"""Linear layers without bias whose rows do not depend on the number of rows.
+
+`F.linear` picks another algorithm, and so another order of summation, for every row count. Two answers:
+
+- `PackedLinear` (CPU): oneDNN with weights laid out in advance. From two rows on, its rows agree bit for bit at every
+  count (checked on this machine for every shape when a model is built), and it reads weights at memory speed where
+  `F.linear` reaches a third of it.
+- `BlockLinear` (CUDA, and CPUs or dtypes without the above): `F.linear` on blocks of one fixed row count.
+
+Both take and return float32; the weights' dtype is that of the product. A pass of many rows that never needs to agree
+with a smaller one (prefill) uses `bulk`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surefoot.kernels.rows import MIN_ROWS
+
+CUDA_BLOCK = 16  # rows of one tensor-core tile
+CPU_BLOCK = 1  # exact by construction
+PROBE_ROWS = (2, 3, 4, 5, 7, 8, 9, 16, 17)
+
+
+class Linear(Protocol):
+    """y = x W^T for x [n, in] float32, n >= 2, giving [n, out] float32; row i depends on x[i] alone."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rows that do not depend on n."""
+
+    def bulk(self, x: Tensor) -> Tensor:
+        """The same product for many rows, without the promise."""
+
+
+class PackedLinear:
+    """oneDNN's inner product on a weight [out, in] reordered in advance."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._dtype = weight.dtype
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._product(x.to(self._dtype), self._packed, None, "none", [], "")
+        return out.float()
+
+    bulk = __call__
+
+
+class BlockLinear:
+    """`F.linear` on blocks of `block` rows, the last one padded with zeros."""
+
+    def __init__(self, weight: Tensor, block: int) -> None:
+        self._weight = weight
+        self._block = block
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        x = F.pad(x.to(self._weight.dtype), (0, 0, 0, -rows % self._block))
+        parts = [F.linear(part, self._weight) for part in x.split(self._block)]
+        return torch.cat(parts)[:rows].float() if len(parts) > 1 else parts[0][:rows].float()
+
+    def bulk(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self._weight.dtype), self._weight).float()
+
+
+class LinearFactory:
+    """Builds the linear layers of one model, remembering which shapes pack exactly on this machine."""
+
+    def __init__(self) -> None:
+        self._packs: dict[tuple[int, int], bool] = {}
+
+    def __call__(self, *weights: Tensor) -> Linear:
+        """One linear layer over the rows of all `weights` [out_i, in], in order: projections that read one input
+        are one product."""
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        if weight.is_cuda:
+            return BlockLinear(weight, CUDA_BLOCK)
+        packed = try_pack(weight)
+        if packed is None:
+            return BlockLinear(weight, CPU_BLOCK)
+        shape = (weight.shape[0], weight.shape[1])
+        if shape not in self._packs:
+            self._packs[shape] = rows_agree(packed, weight.shape[1])
+        return packed if self._packs[shape] else BlockLinear(weight, CPU_BLOCK)
+
+
+def try_pack(weight: Tensor) -> PackedLinear | None:
+    """The packed layer, or None where this build or processor has no such product for the weight's dtype."""
+    if not torch.backends.mkldnn.is_available() or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        packed = PackedLinear(weight)
+        packed(weight.new_zeros(MIN_ROWS, weight.shape[1], dtype=torch.float32))
+    except RuntimeError:
+        return None
+    return packed
+
+
+def rows_agree(linear: Linear, in_features: int, counts: tuple[int, ...] = PROBE_ROWS) -> bool:
+    """Whether rows of random input have the same bits at every count. The order of summation does not depend on the
+    values, so a disagreement would show in some element with near certainty."""
+    generator = torch.Generator().manual_seed(in_features)
+    x = torch.randn(max(counts), in_features, generator=generator)
+    pairs = torch.cat([linear(part) for part in x[: max(counts) // MIN_ROWS * MIN_ROWS].split(MIN_ROWS)])
+    return all(torch.equal(linear(x[:n])[: len(pairs)], pairs[:n]) for n in counts)

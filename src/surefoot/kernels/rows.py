@@ -1,0 +1,40 @@
+"""Elementwise functions and padding that keep a row's bits independent of its neighbours.
+
+On the CPU, PyTorch evaluates a transcendental function with vector instructions, and the last few elements of a
+thread's share with scalar ones that round differently. Which elements those are depends on the total size. Whole
+vectors in one thread's share avoid the scalar path; anything else goes row by row, so that a row's share is the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+LANES = 32  # two AVX-512 registers of float32: the step of PyTorch's vector loop
+GRAIN = 32768  # elements below which PyTorch keeps an elementwise function on one thread
+MIN_ROWS = 2  # reductions over a single row and one-row matrix products take other code paths
+
+
+def padded_rows(rows: int) -> int:
+    """How many rows a decode or verify pass carries for `rows` real ones."""
+    return max(rows, MIN_ROWS)
+
+
+def lane_multiple(width: int) -> int:
+    """`width` rounded up to whole vectors."""
+    return -(-width // LANES) * LANES
+
+
+def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise `function` of x [n, width] whose rows do not depend on n."""
+    rows, width = x.shape
+    if x.is_cuda or (width % LANES == 0 and rows * width <= GRAIN):
+        return function(x)
+    return torch.cat([function(row) for row in x.split(1)])
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [n, width]: the SwiGLU activation."""
+    return by_row(torch.nn.functional.silu, gate).mul_(up)

@@ -1,0 +1,60 @@
+"""Gated grouped-query attention with q/k norms and partial RoPE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surefoot.cache import KVCache
+from surefoot.config import ModelConfig
+from surefoot.kernels.attention import attend_chunk, attend_one
+from surefoot.kernels.linear import Linear, LinearFactory
+from surefoot.kernels.norm import rms_norm
+from surefoot.kernels.rope import apply_rope_
+from surefoot.kernels.rows import by_row
+from surefoot.model.spans import Layout
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines of a pass's rows
+
+
+class Attention:
+    """One full-attention mixer; its weights are `prefix + {q,k,v,o}_proj, {q,k}_norm`."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
+        self._config = c = config
+        # Each head's rows of q_proj are its query, then its gate; here all queries stand first and all gates last.
+        q_proj = tensors[prefix + "q_proj.weight"].view(c.num_heads, 2, c.head_dim, c.hidden_size)
+        query, gate = (part.reshape(-1, c.hidden_size) for part in q_proj.unbind(1))
+        self._in: Linear = linear(
+            query, tensors[prefix + "k_proj.weight"], tensors[prefix + "v_proj.weight"], gate.contiguous()
+        )
+        self._out: Linear = linear(tensors[prefix + "o_proj.weight"])
+        q_scale, k_scale = (1 + tensors[prefix + f"{n}_norm.weight"].float() for n in "qk")
+        self._norm_scale = torch.cat([q_scale.expand(c.num_heads, -1), k_scale.expand(c.num_kv_heads, -1)])
+
+    def decode(self, x: Tensor, rope: Rope, cache: KVCache, layout: Layout) -> Tensor:
+        """x [rows, H] float32, normalised -> [rows, H]. Writes the rows' keys and values at their positions."""
+        query, keys, values, gate = self._project(self._in(x), rope)
+        mixed = torch.zeros_like(query)
+        for span in layout.spans:
+            cache.write(span.slot, span.position, keys[span.rows], values[span.rows])
+            for offset in range(span.count):
+                row = span.row + offset
+                mixed[row] = attend_one(query[row], *cache.read(span.slot, span.position + offset + 1))
+        return self._out(by_row(torch.sigmoid, gate).mul_(mixed.flatten(1)))
+
+    def prefill(self, x: Tensor, rope: Rope, cache: KVCache, slot: int, position: int) -> Tensor:
+        """x [T, H]: consecutive tokens of one sequence, after `position` cached ones."""
+        query, keys, values, gate = self._project(self._in.bulk(x), rope)
+        cache.write(slot, position, keys, values)
+        mixed = attend_chunk(query, *cache.read(slot, position + x.shape[0]))
+        return self._out.bulk(torch.sigmoid(gate).mul_(mixed.flatten(1)))
+
+    def _project(self, merged: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The merged projection -> query [n, Hq, D], keys and values [n, Hkv, D], gate [n, Hq * D]."""
+        c = self._config
+        rows, turned = merged.shape[0], c.num_heads + c.num_kv_heads
+        heads = merged[:, : (turned + c.num_kv_heads) * c.head_dim].view(rows, -1, c.head_dim)
+        query_keys = apply_rope_(rms_norm(heads[:, :turned], self._norm_scale, c.norm_eps), *rope)
+        gate = merged[:, (turned + c.num_kv_heads) * c.head_dim :]
+        return query_keys[:, : c.num_heads], query_keys[:, c.num_heads :], heads[:, turned:], gate

@@ -1,0 +1,141 @@
+"""The decoder: embedding, blocks, final norm, head. Layers read and write the caches they are handed.
+
+Two ways through it. `decode` is the exact one: a few tokens of each of several sequences, every row computed as if it
+were alone; plain decoding and verification are both this. `prefill` reads many tokens of one sequence with whatever is
+fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surefoot.cache import HybridCache, KVCache, RecurrentCache
+from surefoot.config import ModelConfig
+from surefoot.kernels.linear import LinearFactory
+from surefoot.kernels.norm import rms_norm
+from surefoot.kernels.rope import RopeTable
+from surefoot.model.attention import Attention, Rope
+from surefoot.model.deltanet import DeltaNet
+from surefoot.model.ffn import build_ffn
+from surefoot.model.spans import Layout
+
+
+class Block:
+    """x + mixer(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kind: str,
+                 linear: LinearFactory) -> None:  # fmt: skip
+        self._eps = config.norm_eps
+        self._mixer_scale, self._ffn_scale = (
+            1 + tensors[prefix + f"{n}_layernorm.weight"].float() for n in ("input", "post_attention")
+        )
+        self.mixer: Attention | DeltaNet
+        if kind == "full_attention":
+            self.mixer = Attention(config, tensors, prefix + "self_attn.", linear)
+        else:
+            self.mixer = DeltaNet(config, tensors, prefix + "linear_attn.", linear)
+        self.ffn = build_ffn(config, tensors, prefix + "mlp.", linear)
+
+    def decode(self, x: Tensor, rope: Rope, cache: KVCache | RecurrentCache, layout: Layout) -> Tensor:
+        """x [rows, H] float32, updated in place and returned."""
+        normed = rms_norm(x, self._mixer_scale, self._eps)
+        if isinstance(self.mixer, Attention):
+            assert isinstance(cache, KVCache)
+            x += self.mixer.decode(normed, rope, cache, layout)
+        else:
+            assert isinstance(cache, RecurrentCache)
+            x += self.mixer.decode(normed, cache, layout)
+        x += self.ffn.decode(rms_norm(x, self._ffn_scale, self._eps))
+        return x
+
+    def prefill(self, x: Tensor, rope: Rope, cache: KVCache | RecurrentCache, slot: int, position: int) -> Tensor:
+        """x [T, H] float32, updated in place and returned."""
+        normed = rms_norm(x, self._mixer_scale, self._eps)
+        if isinstance(self.mixer, Attention):
+            assert isinstance(cache, KVCache)
+            x += self.mixer.prefill(normed, rope, cache, slot, position)
+        else:
+            assert isinstance(cache, RecurrentCache)
+            x += self.mixer.prefill(normed, cache, slot)
+        x += self.ffn.prefill(rms_norm(x, self._ffn_scale, self._eps))
+        return x
+
+
+class Decoder:
+    """A Qwen3.5/3.6 text decoder from tensors of the canonical names (`model.tensors`), all of one dtype and device.
+
+    `tensors` is emptied as layers are built, so that weights laid out anew do not stand in memory twice.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], max_len: int) -> None:
+        self.config = config
+        self.max_len = max_len
+        self.linear = LinearFactory()
+        self._embedding = tensors["model.embed_tokens.weight"]
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self.rope = RopeTable(config.rotary_dim, config.rope_theta, max_len, self.device)
+        self.blocks = []
+        for index, kind in enumerate(config.layer_types):
+            prefix = f"model.layers.{index}."
+            self.blocks.append(Block(config, tensors, prefix, kind, self.linear))
+            for name in [name for name in tensors if name.startswith(prefix)]:
+                del tensors[name]
+        self._norm_scale = 1 + tensors["model.norm.weight"].float()
+        self._head = self.linear(self._embedding if config.tied else tensors.pop("lm_head.weight"))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [n] -> [n, H] float32."""
+        return F.embedding(tokens, self._embedding).float()
+
+    def embed_padded(self, tokens: Seq[int], rows: int) -> Tensor:
+        """Token ids -> [rows, H] float32; padding rows repeat token 0."""
+        return self.embed(torch.tensor([*tokens, *[0] * (rows - len(tokens))], device=self.device))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Post-norm hidden [n, H], n >= 2 -> [n, V] float32; rows do not depend on n."""
+        return self._head(hidden)
+
+    def bulk_logits(self, hidden: Tensor) -> Tensor:
+        """The same for many rows, without the promise."""
+        return self._head.bulk(hidden)
+
+    def decode(self, tokens: Seq[int], cache: HybridCache, layout: Layout) -> Tensor:
+        """Read the spans' tokens (one list, span after span) into their open windows; post-norm hidden [rows, H]."""
+        x = self.embed_padded(tokens, layout.rows)
+        rope = self.rope.at(layout.positions(self.device))
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block.decode(x, rope, layer, layout)
+        return rms_norm(x, self._norm_scale, self.config.norm_eps)
+
+    def prefill(self, tokens: Seq[int], cache: HybridCache, slot: int) -> Tensor:
+        """Read a chunk of T tokens after what the slot holds, for good; post-norm hidden [T, H]."""
+        position = cache.length[slot]
+        x = self.embed(torch.tensor(tokens, device=self.device))
+        rope = self.rope.at(torch.arange(position, position + len(tokens), device=self.device))
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            x = block.prefill(x, rope, layer, slot, position)
+        cache.extend(slot, len(tokens))
+        return rms_norm(x, self._norm_scale, self.config.norm_eps)
+
+
+def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> HybridCache:
+    """Empty caches for `slots` sequences of at most `max_len` tokens."""
+    layers: list[KVCache | RecurrentCache] = []
+    for kind in config.layer_types:
+        if kind == "full_attention":
+            layers.append(build_kv(config, slots, max_len, dtype, device))
+        else:
+            state = (config.linear_key_heads, config.linear_key_dim, config.value_ratio * config.linear_value_dim)
+            layers.append(RecurrentCache(slots, state, config.conv_channels, config.conv_width, device))
+    return HybridCache(layers, slots)
+
+
+def build_kv(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """One attention layer's lane. On the CPU it is float32 whatever the weights are: attention over a 16-bit cache
+    converts every element at every step there, which costs several times the reading."""
+    kv_dtype = torch.float32 if device.type == "cpu" else dtype
+    return KVCache(slots, config.num_kv_heads, max_len, config.head_dim, kv_dtype, device)

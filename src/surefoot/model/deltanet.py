@@ -1,0 +1,95 @@
+"""The Gated DeltaNet mixer: projections, short convolution, gated delta rule, gated norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from surefoot.cache import RecurrentCache
+from surefoot.config import ModelConfig
+from surefoot.kernels import gated_delta
+from surefoot.kernels.causal_conv import causal_conv
+from surefoot.kernels.linear import Linear, LinearFactory
+from surefoot.kernels.norm import gated_rms_norm, l2_norm
+from surefoot.kernels.rows import by_row, lane_multiple
+from surefoot.model.spans import Layout
+
+
+class DeltaNet:
+    """One linear-attention mixer; its weights are `prefix + in_proj_*, conv1d, A_log, dt_bias, norm, out_proj`."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
+        self._config = c = config
+        self._lanes = lane_multiple(c.linear_value_heads)  # beta and decay logits, padded to whole vectors
+        qkv, z, b, a = (tensors[prefix + f"in_proj_{n}.weight"] for n in ("qkv", "z", "b", "a"))
+        filler = b.new_zeros(self._lanes - b.shape[0], c.hidden_size)
+        self._in: Linear = linear(qkv, z, b, filler, a, filler)
+        self._out: Linear = linear(tensors[prefix + "out_proj.weight"])
+        taps = tensors[prefix + "conv1d.weight"].float()
+        self._taps = taps.view(c.conv_channels, c.conv_width).T.contiguous()
+        self._norm_scale = tensors[prefix + "norm.weight"].float()
+        padding = (0, self._lanes - c.linear_value_heads)
+        self._dt_bias = F.pad(tensors[prefix + "dt_bias"].float(), padding)
+        self._rate = F.pad(tensors[prefix + "A_log"].float().exp().neg(), padding)
+
+    def decode(self, x: Tensor, cache: RecurrentCache, layout: Layout) -> Tensor:
+        """x [rows, H] float32, normalised -> [rows, H]. Leaves every span's window open in the cache."""
+        u, z, b, a = self._project(self._in(x))
+        mixed = torch.zeros_like(u)
+        for span in layout.spans:
+            strip = cache.open_strip(span.slot, u[span.rows])
+            causal_conv(strip, self._taps, out=mixed[span.rows])
+        key_query, value = self._heads(by_row(F.silu, mixed))
+        decay = by_row(torch.exp, self._log_decay(a))
+        decay, beta = (self._spread(gate) for gate in (decay, by_row(torch.sigmoid, b)))
+
+        read, delta = torch.zeros_like(value), torch.zeros_like(value)
+        for span in layout.spans:
+            rows, slot = span.rows, span.slot
+            read[rows], delta[rows], tape = gated_delta.run_window(
+                key_query[rows], value[rows], decay[rows], beta[rows], cache.state[slot], cache.ahead[slot]
+            )
+            cache.open_window(slot, tape)
+        # q^T S after the update, from q^T S before it: decay * (q^T S) + (q . k) delta.
+        overlap = (key_query[:, :, :1] * key_query[:, :, 1:]).sum(-1, keepdim=True)
+        out = decay.mul(read).add_(delta.mul_(overlap)).flatten(1)
+        return self._out(gated_rms_norm(out, z, self._norm_scale, self._config.norm_eps))
+
+    def prefill(self, x: Tensor, cache: RecurrentCache, slot: int) -> Tensor:
+        """x [T, H]: consecutive tokens of one sequence, read for good."""
+        c, tokens = self._config, x.shape[0]
+        u, z, b, a = self._project(self._in.bulk(x))
+        strip = torch.cat([cache.conv_past(slot), u])
+        key_query, value = self._heads(F.silu(causal_conv(strip, self._taps)))
+        heads = c.linear_value_heads
+        out, cache.state[slot] = gated_delta.chunk(
+            key_query[:, :, 1], key_query[:, :, 0], value.view(tokens, heads, -1),
+            self._log_decay(a)[:, :heads], b[:, :heads].sigmoid(), cache.state[slot],
+        )  # fmt: skip
+        cache.set_past(slot, strip[-(c.conv_width - 1) :])
+        return self._out.bulk(gated_rms_norm(out.flatten(1), z, self._norm_scale, c.norm_eps))
+
+    def _project(self, merged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        c = self._config
+        u, z, b, a = merged.split([c.conv_channels, c.value_width, self._lanes, self._lanes], dim=-1)
+        return u, z, b, a
+
+    def _log_decay(self, a: Tensor) -> Tensor:
+        """g = -exp(A_log) softplus(a + dt_bias), never positive: [n, lanes]."""
+        return by_row(F.softplus, a + self._dt_bias).mul_(self._rate)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """The convolution's output [n, C] -> unit keys and scaled unit queries [n, Hk, 2, Dk], values
+        [n, Hk, 1, r * Dv]."""
+        c, rows = self._config, mixed.shape[0]
+        pairs = mixed[:, : 2 * c.key_width].view(rows, 2, c.linear_key_heads, c.linear_key_dim)
+        query, key = l2_norm(pairs).unbind(1)
+        key_query = torch.stack([key, query * c.linear_key_dim**-0.5], dim=2)
+        return key_query, mixed[:, 2 * c.key_width :].reshape(rows, c.linear_key_heads, 1, -1)
+
+    def _spread(self, gate: Tensor) -> Tensor:
+        """One number per value head [n, lanes] -> one per column of its state, [n, Hk, 1, r * Dv]."""
+        c = self._config
+        heads = gate[:, : c.linear_value_heads].unsqueeze(-1).expand(-1, -1, c.linear_value_dim)
+        return heads.reshape(gate.shape[0], c.linear_key_heads, 1, -1)

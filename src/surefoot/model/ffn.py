@@ -1,0 +1,83 @@
+"""The feed-forward blocks: SwiGLU, and a mixture of SwiGLU experts with a gated shared one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surefoot.config import ModelConfig
+from surefoot.kernels.linear import Linear, LinearFactory
+from surefoot.kernels.rows import MIN_ROWS, by_row, silu_mul
+
+
+class SwiGLU:
+    """(silu(x gate^T) * (x up^T)) down^T; gate and up are one product."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, linear: LinearFactory) -> None:
+        self._gate_up: Linear = linear(gate, up)
+        self._down: Linear = linear(down)
+
+    def decode(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, H], n >= 2; rows do not depend on n."""
+        return self._down(silu_mul(*self._gate_up(x).chunk(2, dim=-1)))
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """The same for many rows."""
+        gate, up = self._gate_up.bulk(x).chunk(2, dim=-1)
+        return self._down.bulk(torch.nn.functional.silu(gate).mul_(up))
+
+
+class MoE:
+    """Top-k of E experts, weights softmaxed over all experts and renormalised over the chosen ones, plus
+    sigmoid(x shared_expert_gate^T) * shared_expert(x)."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
+        assert config.moe is not None
+        self._top = config.moe.experts_per_token
+        router = tensors[prefix + "gate.weight"]
+        self._router: Linear = linear(router)
+        self._shared_gate: Linear = linear(tensors[prefix + "shared_expert_gate.weight"])
+        self._shared = SwiGLU(*(tensors[prefix + f"shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")),
+                              linear)  # fmt: skip
+        gate_up = tensors[prefix + "experts.gate_up_proj"].chunk(2, dim=1)
+        down = tensors[prefix + "experts.down_proj"]
+        self._experts = [SwiGLU(*(half[e] for half in gate_up), down[e], linear) for e in range(down.shape[0])]
+
+    def decode(self, x: Tensor) -> Tensor:
+        """x [n, H] -> [n, H]; each expert sees its rows as a block of its own."""
+        chosen, weight = self._route(self._router(x))
+        shared = self._shared.decode(x).mul_(by_row(torch.sigmoid, self._shared_gate(x)))
+        return self._add_experts(x, chosen, weight, shared, bulk=False)
+
+    def prefill(self, x: Tensor) -> Tensor:
+        """The same for many rows."""
+        chosen, weight = self._route(self._router.bulk(x))
+        shared = self._shared.prefill(x).mul_(self._shared_gate.bulk(x).sigmoid())
+        return self._add_experts(x, chosen, weight, shared, bulk=True)
+
+    def _route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Router scores [n, E] -> chosen experts [n, k] and their weights [n, k]. Row by row: softmax and top-k over
+        the last axis treat each row alone, once there are two."""
+        weight, chosen = scores.softmax(-1).topk(self._top, dim=-1)
+        return chosen, weight / weight.sum(-1, keepdim=True)
+
+    def _add_experts(self, x: Tensor, chosen: Tensor, weight: Tensor, out: Tensor, bulk: bool) -> Tensor:
+        """Add the experts' outputs to `out` in place, in the order of their numbers (so in one order per row)."""
+        for expert in chosen.unique().tolist():
+            rows, rank = (chosen == expert).nonzero(as_tuple=True)
+            block = x[rows]
+            if block.shape[0] < MIN_ROWS:
+                block = block.repeat(MIN_ROWS, 1)
+            run = self._experts[expert].prefill if bulk else self._experts[expert].decode
+            out.index_add_(0, rows, run(block)[: rows.shape[0]] * weight[rows, rank].unsqueeze(-1))
+        return out
+
+
+FeedForward = SwiGLU | MoE
+
+
+def build_ffn(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> FeedForward:
+    """The config's feed-forward block from tensors `prefix + ...`."""
+    if config.moe is not None:
+        return MoE(config, tensors, prefix, linear)
+    return SwiGLU(*(tensors[prefix + f"{n}_proj.weight"] for n in ("gate", "up", "down")), linear)

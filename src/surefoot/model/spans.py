@@ -1,0 +1,47 @@
+"""Which rows of a pass belong to which sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surefoot.kernels.rows import padded_rows
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `row .. row + count - 1` of the pass are tokens `position ...` of the sequence in `slot`."""
+
+    slot: int
+    position: int
+    row: int
+    count: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.count)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rows of one pass: the spans one after the other, then padding rows that nobody reads."""
+
+    spans: tuple[Span, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, parts: Seq[tuple[int, int, int]]) -> Layout:
+        """From (slot, position of the first token, number of tokens) for each sequence."""
+        spans, row = [], 0
+        for slot, position, count in parts:
+            spans.append(Span(slot, position, row, count))
+            row += count
+        return cls(tuple(spans), padded_rows(row))
+
+    def positions(self, device: torch.device) -> Tensor:
+        """The position of every row [rows]; 0 for padding."""
+        listed = [p for span in self.spans for p in range(span.position, span.position + span.count)]
+        return torch.tensor(listed + [0] * (self.rows - len(listed)), device=device)
