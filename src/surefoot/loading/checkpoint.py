@@ -1,0 +1,273 @@
+"""A checkpoint folder to a config, checked tensors under canonical names, and a tokenizer.
+
+Two stages. `inspect` reads JSON and file headers and compares every tensor's name, shape and dtype with what the config
+asks for; nothing is allocated before all of it agrees. `load_checkpoint` then copies file by file, tensor by tensor, so
+that the peak is the finished model and one tensor. Norm weights are handed on as Hugging Face stores them (all but the
+DeltaNet norm zero-centred); files in another convention are refused by their format, never guessed at from the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from surefoot.config import ModelConfig
+from surefoot.errors import CheckpointError
+from surefoot.loading.config import merge_ids, parse_config, token_ids
+from surefoot.loading.files import Stored, find_model, inventory, open_safetensors, read_json
+from surefoot.loading.names import Place, is_mtp, pieces, place, stored_shapes
+from surefoot.loading.tokenizer import Tokenizer
+from surefoot.model.tensors import Shapes, mtp_shapes, target_shapes
+
+__all__ = ["Checkpoint", "Inspection", "MtpPolicy", "find_model", "inspect", "load_checkpoint"]
+
+MtpPolicy = Literal["require", "if-present", "skip"]
+Progress = Callable[[int, int], None]
+
+FLOATING = ("F64", "F32", "F16", "BF16")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Per-head constants of the recurrence and the gated norm: the model computes with float32 copies in any case.
+KEPT_FLOAT32 = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a folder holds, all checked. `sources` says for each canonical tensor which stored ones make it up."""
+
+    path: Path
+    config: ModelConfig
+    sources: Mapping[str, Mapping[Place, Stored]]
+    notes: tuple[str, ...]
+    tied_head: Stored | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint. `tensors` has exactly the names and shapes of `surefoot.model.tensors` for `config`, whose
+    `mtp_layers` is 0 if the MTP head was not loaded; `notes` are sentences that the user should see."""
+
+    path: Path
+    config: ModelConfig
+    tensors: dict[str, Tensor]
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    notes: tuple[str, ...]
+
+
+def inspect(path: str | Path, mtp: MtpPolicy = "if-present") -> Inspection:
+    """Check a folder without reading a tensor.
+
+    `mtp`: "require" raises if the head is not in the files, "if-present" leaves a note then, "skip" ignores it. A head
+    of which some tensors are missing is an error unless skipped. A `lm_head.weight` beside tied embeddings is allowed
+    in the embedding's shape. Raises CheckpointError naming the tensors, what was expected and what was found.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: expected a folder with config.json and safetensors files, found no such folder")
+    config = parse_config(read_json(folder / "config.json"))
+    found = _canonical(inventory(folder))
+    if mtp == "skip":
+        found = {name: parts for name, parts in found.items() if not is_mtp(name)}
+        config = replace(config, mtp_layers=0)
+        notes: tuple[str, ...] = ()
+    else:
+        config, notes = _settle_mtp(config, found, required=mtp == "require")
+    expected = target_shapes(config) | mtp_shapes(config)
+    tied_head = _take_tied_head(config, found)
+    _check(config, expected, found)
+    return Inspection(folder, config, {name: found[name] for name in expected}, notes, tied_head)
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    mtp: MtpPolicy = "if-present",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Inspect the folder (see `inspect` for `mtp`), then read every tensor into memory of its own.
+
+    Tensors come in `dtype`, but A_log, dt_bias and the DeltaNet norm in float32, whatever the file has them in. A head
+    that repeats a tied embedding is left out. End-of-sequence ids are those of config, generation config and tokenizer
+    together, without ids outside the vocabulary. `progress(done, total)` counts elements as tensors arrive.
+    Raises CheckpointError; nothing is allocated before the whole folder has been checked.
+    """
+    checked = inspect(path, mtp)
+    tokenizer = Tokenizer.from_folder(checked.path)
+    if tokenizer is not None and tokenizer.vocab_size > checked.config.vocab_size:
+        expected = f"token ids below vocab_size = {checked.config.vocab_size}"
+        raise CheckpointError(f"tokenizer.json: expected {expected}, found {tokenizer.vocab_size - 1}")
+    eos_token_ids = _eos_ids(checked, tokenizer)
+    tensors = _read(checked, dtype, torch.device(device), progress)
+    config = replace(checked.config, eos_token_ids=eos_token_ids)
+    return Checkpoint(checked.path, config, tensors, eos_token_ids, tokenizer, checked.notes)
+
+
+def _canonical(tensors: list[Stored]) -> dict[str, dict[Place, Stored]]:
+    found: dict[str, dict[Place, Stored]] = {}
+    for stored in tensors:
+        spot = place(stored.name)
+        if spot is None:
+            continue
+        parts = found.setdefault(spot.name, {})
+        if spot in parts:
+            places = f"{parts[spot].name} in {parts[spot].file.name} and {stored.name} in {stored.file.name}"
+            raise CheckpointError(f"{spot.name}: expected one tensor, found two: {places}")
+        parts[spot] = stored
+    return found
+
+
+def _settle_mtp(
+    config: ModelConfig, found: Mapping[str, object], required: bool
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The config with the MTP layers that the files are to be checked for, and what to tell the user."""
+    present = any(is_mtp(name) for name in found)
+    announced = config.mtp_layers
+    if present and not announced:
+        layers = {name.split(".")[2] for name in found if name.startswith("mtp.layers.")}
+        config = replace(config, mtp_layers=max(1, len(layers)))
+        return config, (f"config.json announces no MTP layers, the files hold {config.mtp_layers}; they are used",)
+    if present:
+        return config, ()
+    says = f"config.json announces {announced}" if announced else "config.json announces none either"
+    if required:
+        raise CheckpointError(f"mtp.*: expected the tensors of an MTP head, found none in the files ({says})")
+    note = (f"config.json announces an MTP head ({announced} layer), but the files have no mtp.* tensors",)
+    return replace(config, mtp_layers=0), note if announced else ()
+
+
+def _take_tied_head(config: ModelConfig, found: dict[str, dict[Place, Stored]]) -> Stored | None:
+    """Remove and return a head that a tied checkpoint stores all the same; its shape is checked here."""
+    if not config.tied or HEAD not in found:
+        return None
+    (head,) = found.pop(HEAD).values()
+    shape = (config.vocab_size, config.hidden_size)
+    if head.shape != shape or head.dtype not in FLOATING:
+        raise CheckpointError(f"{_shape_problem(HEAD, [shape], head)} (embeddings are tied)")
+    return head
+
+
+def _check(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Place, Stored]]) -> None:
+    """Raise one CheckpointError that names the missing, misshapen and unexpected tensors (the first few of each)."""
+    missing: list[str] = []
+    wrong: list[str] = []
+    for name, shape in expected.items():
+        parts = found.get(name, {})
+        # A tensor that came in pieces is judged as pieces; one that did not come at all is reported by its own name.
+        wanted = [Place(name)] if not parts or Place(name) in parts else pieces(name, config)
+        for spot in wanted:
+            shapes = stored_shapes(spot, shape)
+            stored = parts.get(spot)
+            if stored is None:
+                missing.append(f"{_label(spot)}: expected {list(shapes[0])}, found no such tensor")
+            elif stored.shape not in shapes or stored.dtype not in FLOATING:
+                wrong.append(_shape_problem(_label(spot), shapes, stored))
+        if set(parts) - set(wanted):
+            other = next(stored for spot, stored in parts.items() if spot not in wanted)
+            wrong.append(f"{name}: expected one tensor or {len(pieces(name, config))} pieces, found also {other.name}")
+    extra = [f"{name}: expected no such tensor, found it in {_files(found[name])}" for name in found.keys() - expected]
+    problems = [text for group in (missing, wrong, sorted(extra)) for text in _first(group)]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _label(spot: Place) -> str:
+    if spot.part is None:
+        return spot.name
+    return f"{spot.name.rpartition('.')[0]}.{spot.expert}.{spot.part}_proj.weight"
+
+
+def _shape_problem(name: str, shapes: list[tuple[int, ...]], stored: Stored) -> str:
+    wanted = " or ".join(str(list(shape)) for shape in shapes)
+    return (
+        f"{name}: expected {wanted} of {', '.join(FLOATING)}, "
+        f"found {list(stored.shape)} of {stored.dtype} in {stored.file.name}"
+    )
+
+
+def _files(parts: Mapping[Place, Stored]) -> str:
+    return ", ".join(sorted({stored.file.name for stored in parts.values()}))
+
+
+def _first(problems: list[str], count: int = 3) -> list[str]:
+    more = len(problems) - count
+    return problems if more <= 0 else [*problems[:count], f"and {more} more of this kind"]
+
+
+def _eos_ids(checked: Inspection, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    generation = checked.path / "generation_config.json"
+    named = token_ids(read_json(generation), generation.name) if generation.exists() else ()
+    own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    merged = merge_ids(checked.config.eos_token_ids, named, own)
+    return tuple(token for token in merged if 0 <= token < checked.config.vocab_size)
+
+
+def _read(
+    checked: Inspection, dtype: torch.dtype, device: torch.device, progress: Progress | None
+) -> dict[str, Tensor]:
+    shapes = target_shapes(checked.config) | mtp_shapes(checked.config)
+    by_file: dict[Path, list[tuple[Place, Stored]]] = {}
+    for parts in checked.sources.values():
+        for spot, stored in parts.items():
+            by_file.setdefault(stored.file, []).append((spot, stored))
+    total = sum(_count(stored.shape) for jobs in by_file.values() for _, stored in jobs)
+    done = 0
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(by_file):
+        with open_safetensors(file) as reader:
+            for spot, stored in by_file[file]:
+                if spot.name not in tensors:
+                    kept = torch.float32 if spot.name.endswith(KEPT_FLOAT32) else dtype
+                    tensors[spot.name] = torch.empty(shapes[spot.name], dtype=kept, device=device)
+                part = _part(tensors[spot.name], spot)
+                # A copy of our own, not the mapped file: aligned, and safe when the file is replaced meanwhile.
+                part.copy_(_tensor(reader, stored).reshape(part.shape))
+                done += part.numel()
+                if progress is not None:
+                    progress(done, total)
+    if checked.tied_head is not None:
+        _check_tied_head(checked, checked.tied_head)
+    return tensors
+
+
+def _tensor(reader: object, stored: Stored) -> Tensor:
+    try:
+        tensor: Tensor = reader.get_tensor(stored.name)  # type: ignore[attr-defined]  # safetensors ships no types for it
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{stored.file}: {stored.name}: expected a readable tensor, found: {error}") from error
+    if tuple(tensor.shape) != stored.shape:
+        raise CheckpointError(f"{stored.file}: {stored.name}: expected {stored.shape} as before, the file has changed")
+    return tensor
+
+
+def _part(tensor: Tensor, spot: Place) -> Tensor:
+    """The region of a canonical tensor that `spot` fills (gate rows stand before up rows)."""
+    if spot.expert is None:
+        return tensor
+    expert = tensor[spot.expert]
+    if spot.part == "down":
+        return expert
+    gate, up = expert.chunk(2)
+    return gate if spot.part == "gate" else up
+
+
+def _check_tied_head(checked: Inspection, head: Stored) -> None:
+    """A head of its own beside `tie_word_embeddings` is harmless only while it repeats the embedding."""
+    (embedding,) = checked.sources[EMBEDDING].values()
+    with open_safetensors(head.file) as ours, open_safetensors(embedding.file) as other:
+        if not torch.equal(_tensor(ours, head), _tensor(other, embedding)):
+            raise CheckpointError(f"{HEAD}: expected the embedding's values (embeddings are tied), found others")
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,156 @@
+"""Which files a checkpoint folder is made of, and what their headers say. Reads no tensor."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from surefoot.errors import CheckpointError
+from surefoot.loading.names import is_mtp, place
+
+BUNDLED = ("surefoot-demo",)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor as its file's header describes it. `dtype` is the format's own name ("BF16")."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def find_model(name: str | Path) -> Path:
+    """The folder of a model: a bundled name, a local folder, or a hub id `owner/name` (downloaded when not cached).
+
+    Raises CheckpointError if it is none of these, or the hub cannot give it.
+    """
+    if name in BUNDLED:
+        folder = Path(str(resources.files("surefoot") / "models" / str(name)))
+        if not folder.is_dir():
+            raise CheckpointError(f"{name}: expected this bundled model at {folder}, found nothing (broken install?)")
+        return folder
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{name}: expected a folder with config.json and *.safetensors, found a file")
+    if HUB_ID.fullmatch(str(name)) is None:
+        kinds = f"a folder, a bundled model ({', '.join(BUNDLED)}) or a hub id owner/name"
+        raise CheckpointError(f"{name}: expected {kinds}, found none of them")
+    return _download(str(name))
+
+
+def read_json(file: Path) -> dict[str, object]:
+    """The JSON object in `file`. Raises CheckpointError if it is missing, unreadable or not an object."""
+    try:
+        value = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: expected a JSON file, found nothing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected a JSON file, found {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def inventory(folder: Path) -> list[Stored]:
+    """Every tensor of the checkpoint, from the headers of its safetensors files alone.
+
+    The files are those of the index, or `model.safetensors`, or else every `*.safetensors`; to these come files beside
+    them that hold nothing but MTP tensors (some exports put the head into a file that the index does not list).
+    Raises CheckpointError for a damaged file, a missing shard, or a shard without a tensor that the index promises.
+    """
+    present = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).exists():
+        promised = _read_index(folder / INDEX)
+        listed = sorted({folder / shard for shard in promised.values()})
+    else:
+        promised = {}
+        listed = [folder / SINGLE] if folder / SINGLE in present else present
+    if not listed:
+        raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found no safetensors file")
+    tensors: list[Stored] = []
+    for file in listed:
+        if not file.exists():
+            raise CheckpointError(f"{folder / INDEX}: expected the shard {file.name} beside it, found no such file")
+        tensors += read_header(file)
+    _check_index(promised, tensors)
+    for file in present:
+        if file not in listed:
+            beside = read_header(file)
+            if _only_mtp(beside):
+                tensors += beside
+    return tensors
+
+
+def read_header(file: Path) -> list[Stored]:
+    """The tensors that one safetensors file holds. Raises CheckpointError unless the file is sound: header readable,
+    every tensor inside the file, none overlapping, no gaps."""
+    with open_safetensors(file) as reader:
+        layout = (reader.metadata() or {}).get("format", "pt")
+        if layout == "mlx":
+            # MLX adds 1 to the norm weights when it converts; guessing from the numbers has gone wrong elsewhere.
+            raise CheckpointError(f"{file}: expected a Hugging Face export, found one in MLX's layout")
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  # not a dict
+        return [Stored(name, file, tuple(view.get_shape()), view.get_dtype()) for name, view in slices.items()]
+
+
+@contextmanager
+def open_safetensors(file: Path) -> Iterator[Any]:
+    """`safetensors.safe_open` for PyTorch on the CPU; a file that it does not accept is a CheckpointError."""
+    try:
+        opened = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: expected a sound safetensors file, found: {error}") from error
+    with opened as reader:
+        yield reader
+
+
+def _download(hub_id: str) -> Path:
+    # Imported here: a local model needs no network code.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    except Exception as error:  # the client lets requests', httpx's and its own errors through
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        message = f"{hub_id}: expected a local folder or a model on the Hugging Face hub, found neither: {first_line}"
+        raise CheckpointError(message) from error
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{file}: weight_map: expected tensor names with their files, found {str(weight_map)[:80]}"
+        )
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard or "\0" in shard or Path(shard).name != shard:
+            raise CheckpointError(f"{file}: weight_map: {name}: expected a file name in this folder, found {shard!r}")
+    return weight_map
+
+
+def _check_index(promised: dict[str, str], tensors: Iterable[Stored]) -> None:
+    found = {(stored.name, stored.file.name) for stored in tensors}
+    for name, shard in promised.items():
+        if (name, shard) not in found:
+            raise CheckpointError(f"{name}: expected in {shard} (says {INDEX}), found no such tensor there")
+
+
+def _only_mtp(tensors: Iterable[Stored]) -> bool:
+    places = [place(stored.name) for stored in tensors]
+    return any(places) and all(spot is None or is_mtp(spot.name) for spot in places)
