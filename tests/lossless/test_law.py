@@ -1,0 +1,387 @@
+"""The promise, on targets small enough to check it whole.
+
+The exact law of `engine.loop.step` at temperature > 0 under the p/q rule is computed: `Dice` walks through every
+outcome of the drafter's draws and of verification's uniforms. Greedy and coupled decoding are compared token by token
+with plain decoding. Cases are those of docs/acceptance.md's two rules and of public bug reports, by their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from surefoot import verify
+from surefoot.drafters.none import NoDrafter
+from surefoot.errors import InputError, NumericalError
+from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
+from surefoot.types import Drafter, Verdict
+from surefoot.verify import acceptance, probabilities
+from tests.fakes import (
+    Argmax,
+    Dice,
+    Liar,
+    Ragged,
+    Right,
+    Row,
+    Sampled,
+    Scripted,
+    Sometimes,
+    TableTarget,
+    Wrong,
+    decode,
+    decode_batch,
+    exact_law,
+    hashed_rows,
+)
+
+PROMPT = (1, 2, 0, 1)
+DRAFTERS: dict[str, Callable[[Row, Row], Drafter]] = {
+    "right": lambda target, other: Right(target),
+    "wrong": lambda target, other: Wrong(target),
+    "sometimes": lambda target, other: Sometimes(target),
+    "argmax": lambda target, other: Argmax(other),
+    "sampled": lambda target, other: Sampled(other),
+    "ragged": lambda target, other: Ragged(Sometimes(target)),
+}
+
+
+def rows_near(row: Row, distance: float, vocab_size: int) -> Row:
+    """A drafter's rows: the target's with some of another table mixed in."""
+    noise = hashed_rows(vocab_size, salt=99, scale=distance)
+    return lambda prefix: row(prefix) + noise(prefix)
+
+
+def plain(row: Row, vocab_size: int, params: SamplingParams, stop: tuple[int, ...] = ()) -> list[int]:
+    return decode(TableTarget(row, vocab_size), NoDrafter(), params, 0, PROMPT, stop).output
+
+
+# ---------------------------------------------------------------- the exact law of the p/q rule
+
+
+class EveryOutcome(Scripted):
+    """Wraps a drafter: each token of positive draft probability is drafted in turn."""
+
+    def __init__(self, dice: Dice, inner: Scripted) -> None:
+        super().__init__()
+        self.dice, self.inner = dice, inner
+
+    def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
+        token, claimed = self.inner.token(sequence, prefix)
+        if claimed is None:
+            return token, None
+        assert isinstance(self.inner, Sampled)
+        drawn_from = probabilities(self.inner.row(prefix)[None], sequence.params)[0]
+        return self.dice.roll(drawn_from.tolist()), claimed
+
+
+def step_law(row: Row, drafter: Scripted, params: SamplingParams, depth: int, length: int) -> dict[Any, float]:
+    """The exact law of the first `length` tokens that the loop puts out.
+
+    Verification's uniforms are replaced by the middles of the intervals on which its verdict is constant, and each
+    interval is taken in turn with its length as its chance. The verdict itself is the engine's own.
+    """
+    dice, law = Dice(), defaultdict[tuple[int, ...], float](float)
+    judge = acceptance._accept
+
+    def judge_every_outcome(tokens: Tensor, p: Tensor, q: Tensor | None, draws: Tensor) -> Verdict:
+        uniforms, stopped = [], None
+        for i, token in enumerate(tokens.tolist()):
+            ratio = p[i, token].item() / (1.0 if q is None else q[i, token].item())
+            kept = min(1.0, ratio)
+            refused = dice.roll((kept, 1 - kept)) == 1 if stopped is None else True
+            uniforms.append((1 + kept) / 2 if refused else kept / 2)
+            if refused and stopped is None:
+                stopped = i
+        last = p[len(tokens) if stopped is None else stopped].double().tolist()
+        if stopped is not None:
+            token = int(tokens[stopped])
+            minus = [float(x == token) for x in range(len(last))] if q is None else q[stopped].double().tolist()
+            last = [max(0.0, x - y) for x, y in zip(last, minus, strict=True)]
+        chances = [x / sum(last) for x in last]
+        index = dice.roll(chances)
+        uniforms.append(sum(chances[:index]) + chances[index] / 2)
+        return judge(tokens, p, q, torch.tensor([min(u, 1 - 2**-53) for u in uniforms], dtype=torch.float64))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "_accept", judge_every_outcome)
+        for _ in dice.outcomes():
+            run = decode(TableTarget(row, 3), EveryOutcome(dice, drafter), params, depth, PROMPT)
+            law[tuple(run.output[:length])] += dice.chance
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-6)
+    return law
+
+
+def distance(one: dict[Any, float], other: dict[Any, float]) -> float:
+    return sum(abs(one.get(x, 0.0) - other.get(x, 0.0)) for x in {*one, *other}) / 2
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6, "top_k": 2},
+    {"temperature": 1.5, "top_p": 0.8, "min_p": 0.1},
+]
+TARGET = hashed_rows(3, salt=1)
+OTHER = hashed_rows(3, salt=2)
+
+
+def params_of(setting: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_new_tokens": 3, "acceptance": "rejection", **setting, **more})
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafter", [Sampled(OTHER), Argmax(OTHER), Wrong(TARGET)], ids=lambda d: str(d.name))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_exact_law_of_the_loop(drafter: Scripted, depth: int, setting: dict[str, Any]) -> None:
+    """cases.md 8, 9, 10, 13: three tokens over one, two or three steps, every outcome."""
+    params = params_of(setting)
+    law = step_law(TARGET, drafter, params, depth, 3)
+    assert distance(law, exact_law(TARGET, params, PROMPT, 3)) < 1e-5
+
+
+def test_exact_law_without_a_drafter() -> None:
+    params = params_of({})
+    assert distance(step_law(TARGET, Sampled(OTHER), params, 0, 3), exact_law(TARGET, params, PROMPT, 3)) < 1e-5
+
+
+def test_control_a_drafter_that_lies_about_q_is_noticed() -> None:
+    """cases.md 8: draws from one distribution, hands over another."""
+    params = params_of({})
+    law = step_law(TARGET, Liar(OTHER, lie=TARGET), params, 2, 3)
+    assert distance(law, exact_law(TARGET, params, PROMPT, 3)) > 0.02
+
+
+def test_control_softmax_q_for_an_argmax_draft_is_noticed() -> None:
+    """cases.md 10."""
+
+    class SoftArgmax(Argmax):
+        def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
+            return super().token(sequence, prefix)[0], self.row(prefix).softmax(-1)
+
+    class Certain(EveryOutcome):
+        def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
+            return self.inner.token(sequence, prefix)
+
+    params = params_of({})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "EveryOutcome", Certain)
+        law = step_law(TARGET, SoftArgmax(OTHER), params, 1, 3)
+    assert distance(law, exact_law(TARGET, params, PROMPT, 3)) > 0.02
+
+
+# ---------------------------------------------------------------- laws with the engine's own randomness
+
+
+def chi_square_excess(counts: dict[Any, int], law: dict[Any, float], tests: int) -> float:
+    """Chi-square minus the bound that `tests` honest tests together pass with probability above 1 - 1e-6."""
+    total, cells = sum(counts.values()), [x for x, chance in law.items() if chance > 0]
+    assert set(counts) <= set(cells)
+    value = sum((counts.get(x, 0) - total * law[x]) ** 2 / (total * law[x]) for x in cells)
+    x = math.log(tests / 1e-6)
+    return value - (len(cells) - 1 + 2 * math.sqrt((len(cells) - 1) * x) + 2 * x)
+
+
+def sampled_law(drafter: Drafter, acceptance_rule: str, seeds: int, depth: int = 2) -> dict[Any, int]:
+    counts: dict[Any, int] = defaultdict(int)
+    for seed in range(seeds):
+        params = params_of({}, seed=seed, acceptance=acceptance_rule, max_new_tokens=2)
+        counts[tuple(decode(TableTarget(TARGET, 3), drafter, params, depth, PROMPT).output)] += 1
+    return counts
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_law_over_many_seeds(rule: str) -> None:
+    """cases.md 11, 18: seeds 0, 1, 2, ... are independent, and so are a seed's own draws."""
+    law = exact_law(TARGET, params_of({}), PROMPT, 2)
+    assert chi_square_excess(sampled_law(Sampled(OTHER), rule, 1200), law, tests=2) < 0
+
+
+@pytest.mark.parametrize("kind", ["liar", "keyed alike"])
+def test_control_many_seeds_notice(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    law = exact_law(TARGET, params_of({}), PROMPT, 2)
+    drafter = Liar(OTHER, lie=TARGET) if kind == "liar" else Sampled(OTHER)
+    if kind == "keyed alike":
+        own = verify.uniforms
+
+        def alike(seed: int, positions: Any, purpose: Any, start: int = 0, device: Any = "cpu") -> Tensor:
+            return own(seed, positions, verify.Purpose.ACCEPT, 0, device)
+
+        monkeypatch.setattr(acceptance, "uniforms", alike)
+    assert chi_square_excess(sampled_law(drafter, "rejection", 1200), law, tests=2) > 0
+
+
+# ---------------------------------------------------------------- token by token
+
+VOCAB = 7
+IDENTITY = [
+    SamplingParams(max_new_tokens=30),
+    SamplingParams(max_new_tokens=30, temperature=1.0, seed=3),
+    SamplingParams(max_new_tokens=30, temperature=0.7, top_p=0.9, top_k=4, min_p=0.05, seed=2**64 - 1),
+]
+BIG = hashed_rows(VOCAB, salt=5)
+NEAR = rows_near(BIG, 1.0, VOCAB)
+
+
+@pytest.mark.parametrize("params", IDENTITY, ids=["greedy", "coupled", "coupled filtered"])
+@pytest.mark.parametrize("depth", range(1, 9))
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_same_tokens_as_plain_decoding(name: str, depth: int, params: SamplingParams) -> None:
+    target = TableTarget(BIG, VOCAB)
+    run = decode(target, DRAFTERS[name](BIG, NEAR), params, depth, PROMPT)
+    assert run.output == plain(BIG, VOCAB, params)
+    accepted, drafted = sum(r.accepted for r in run.records), sum(len(r.draft.tokens) for r in run.records)
+    assert accepted + len(run.records) >= 30  # every step adds one token of its own, but for a cut
+    if name == "right":
+        assert len(run.records) == math.ceil(30 / (depth + 1))
+        assert accepted >= drafted - 1
+    if name == "wrong":
+        assert accepted == 0
+        assert len(run.records) == 30
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_token_at_a_time_means_one_verify_each(hidden: bool) -> None:
+    target = TableTarget(BIG, VOCAB, hidden=hidden)
+    assert len(decode(target, Right(BIG), SamplingParams(max_new_tokens=9), 0, PROMPT).records) == 9
+    assert target.verified == 9
+    assert decode(target, Right(BIG), SamplingParams(max_new_tokens=9), 4, PROMPT[:1]).output  # a prompt of one token
+
+
+def test_always_wrong_over_a_long_text() -> None:
+    """cases.md 21, on the table."""
+    params = SamplingParams(max_new_tokens=500)
+    rows = hashed_rows(VOCAB, salt=8, order=4)
+    assert decode(TableTarget(rows, VOCAB), Wrong(rows), params, 3, PROMPT).output == plain(rows, VOCAB, params)
+
+
+@pytest.mark.parametrize("params", IDENTITY, ids=["greedy", "coupled", "coupled filtered"])
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 8])
+def test_the_budget_is_met_exactly(budget: int, name: str, params: SamplingParams) -> None:
+    """cases.md 3, 4: without end-of-sequence ids the output has the budget's length, at every depth."""
+    params = SamplingParams(**{**vars(params), "max_new_tokens": budget})
+    expected = plain(BIG, VOCAB, params)
+    for depth in (1, 4, 8):
+        run = decode(TableTarget(BIG, VOCAB), DRAFTERS[name](BIG, NEAR), params, depth, PROMPT)
+        assert run.output == expected
+        assert len(run.output) == budget
+        assert run.sequence.finish_reason == "length"
+        assert all(len(record.draft.tokens) < budget for record in run.records)
+
+
+@pytest.mark.parametrize("params", IDENTITY, ids=["greedy", "coupled", "coupled filtered"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_first_of_several_stop_ids_ends_the_output(name: str, params: SamplingParams) -> None:
+    """cases.md 1: as first token, inside a draft, as replacement and as bonus token."""
+    free = plain(BIG, VOCAB, params)
+    for stop in itertools.combinations(range(VOCAB), 2):
+        ends = [i for i, token in enumerate(free) if token in stop]
+        expected = free[: ends[0] + 1] if ends else free
+        for depth in (1, 3, 8):
+            run = decode(TableTarget(BIG, VOCAB), DRAFTERS[name](BIG, NEAR), params, depth, PROMPT, stop)
+            assert run.output == expected
+            assert run.sequence.finish_reason == ("stop" if ends else "length")
+            assert sum(record.emitted for record in run.records) == len(expected)
+            assert all(0 <= record.accepted <= len(record.draft.tokens) for record in run.records)
+
+
+def test_a_stop_inside_an_accepted_chunk() -> None:
+    """cases.md 2: the target wants 10 11 2 20 21 22, 2 stops, the budget is 5."""
+    text = [10, 11, 2, 20, 21, 22, 0]
+
+    def row(prefix: tuple[int, ...]) -> Tensor:
+        return torch.nn.functional.one_hot(torch.tensor(text[min(len(prefix) - 1, 6)]), 30).float() * 50
+
+    for params in (SamplingParams(max_new_tokens=5), params_of({}, max_new_tokens=5)):
+        run = decode(TableTarget(row, 30), Right(row), params, 5, (1,), stop=(2,))
+        assert run.output == [10, 11, 2]
+        assert run.sequence.finish_reason == "stop"
+        assert [(record.emitted, record.accepted, record.verdict.accepted) for record in run.records] == [(3, 3, 4)]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_acceptance_at_a_low_temperature_is_close_to_greedy(rule: str) -> None:
+    """cases.md 12."""
+    peaked = hashed_rows(VOCAB, salt=5, scale=6.0)
+    near = rows_near(peaked, 0.3, VOCAB)
+
+    def rate(params: SamplingParams) -> float:
+        records = decode(TableTarget(peaked, VOCAB), Sampled(near), params, 3, PROMPT).records
+        return sum(r.accepted for r in records) / sum(len(r.draft.tokens) for r in records)
+
+    greedy = rate(SamplingParams(max_new_tokens=100))
+    assert greedy > 0.8
+    warm = params_of({}, temperature=0.1, seed=4, acceptance=rule, max_new_tokens=100)
+    assert abs(rate(warm) - greedy) < 0.15
+
+
+def test_a_greedy_request_among_sampled_ones() -> None:
+    """cases.md 15, 18: each request's tokens are those it gets alone, whatever its neighbours."""
+    requests = [
+        ((1, 2), SamplingParams(max_new_tokens=20)),
+        ((1, 2), SamplingParams(max_new_tokens=25, temperature=1.0, seed=1)),
+        ((1, 2), SamplingParams(max_new_tokens=25, temperature=1.0, seed=2)),
+        ((3,), SamplingParams(max_new_tokens=12, temperature=0.9, seed=1, acceptance="rejection")),
+        ((1, 2), SamplingParams(max_new_tokens=25, temperature=1.0, seed=1)),
+    ]
+    runs = decode_batch(TableTarget(BIG, VOCAB), Sampled(NEAR), requests, 3)
+    for (prompt, params), run in zip(requests, runs, strict=True):
+        assert run.output == decode(TableTarget(BIG, VOCAB), Sampled(NEAR), params, 3, prompt).output
+    assert runs[1].output == runs[4].output
+    assert runs[1].output != runs[2].output
+
+
+def test_draws_do_not_repeat_from_step_to_step() -> None:
+    """behaviour.md, defect 9: on a flat target a seed that starts anew every step would repeat itself."""
+    for rule in ("coupled", "rejection"):
+        params = params_of({}, acceptance=rule, max_new_tokens=60, seed=9)
+        output = decode(TableTarget(lambda _: torch.zeros(1000), 1000), NoDrafter(), params, 0, PROMPT).output
+        assert len(set(output)) > 50
+
+
+def test_a_banned_token_never_appears() -> None:
+    """cases.md 13: a logit of -inf in the target's rows, and a drafter that loves the token."""
+
+    def row(prefix: tuple[int, ...]) -> Tensor:
+        return BIG(prefix).index_fill(0, torch.tensor([4]), -math.inf)
+
+    def loving(prefix: tuple[int, ...]) -> Tensor:
+        return BIG(prefix).index_fill(0, torch.tensor([4]), 3.0)
+
+    for rule, drafter in itertools.product(("coupled", "rejection"), (Sampled(loving), Argmax(loving))):
+        params = params_of({}, acceptance=rule, max_new_tokens=100)
+        run = decode(TableTarget(row, VOCAB), drafter, params, 3, PROMPT)
+        assert 4 not in run.output
+        assert any(4 in record.draft.tokens for record in run.records)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), params_of({}), params_of({}, acceptance="coupled")])
+def test_a_row_of_nan_is_an_error_that_names_the_position(params: SamplingParams) -> None:
+    """cases.md 16: nothing is emitted from such a window."""
+
+    def row(prefix: tuple[int, ...]) -> Tensor:
+        return torch.full((VOCAB,), math.nan) if len(prefix) == 6 else BIG(prefix)
+
+    with pytest.raises(NumericalError, match="position 6"):
+        decode(TableTarget(row, VOCAB), Argmax(BIG), params, 3, PROMPT)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 2**40])
+def test_placeholder_ids_never_reach_the_target(token: int) -> None:
+    """cases.md 17."""
+
+    class Placeholder(Argmax):
+        def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
+            return token, None
+
+    target = TableTarget(BIG, VOCAB)
+    with pytest.raises(InputError, match=f"drafter 'argmax': expected token ids below {VOCAB}, found {token}"):
+        decode(target, Placeholder(BIG), SamplingParams(), 2, PROMPT)
+    assert target.verified == 0
