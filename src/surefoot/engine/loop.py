@@ -6,6 +6,7 @@ step with a drafter that proposes nothing, so a comparison between the two compa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -32,10 +33,12 @@ class StepRecord:
         return min(self.verdict.accepted, self.emitted)
 
 
-def prefill(sequence: Sequence, drafter: Drafter, target: Target) -> None:
-    """Read the prompt, all but its last token (the first window begins with that one), and show it to the drafter."""
+def prefill(sequence: Sequence, drafter: Drafter, target: Target) -> Iterator[int]:
+    """Read the prompt, all but its last token (the first window begins with that one), and show it to the drafter.
+    Yields after every chunk the position at which it began."""
     for position, hidden in target.prefill(sequence.slot, sequence.tokens[:-1]):
         drafter.observe(sequence, position, hidden)
+        yield position
 
 
 def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: int) -> list[StepRecord]:

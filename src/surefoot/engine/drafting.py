@@ -1,0 +1,43 @@
+"""Which drafter a name stands for."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from surefoot.cache.recurrent import MAX_WINDOW
+from surefoot.drafters.combined import CombinedDrafter
+from surefoot.drafters.mtp import MTPDrafter
+from surefoot.drafters.ngram import NgramDrafter
+from surefoot.drafters.none import NoDrafter
+from surefoot.errors import CheckpointError, InputError
+from surefoot.model import MTPHead
+from surefoot.types import Drafter
+
+DrafterName = Literal["none", "ngram", "mtp", "mtp+ngram", "draft-model", "auto"]
+NAMES = get_args(DrafterName)
+NEED_HEAD = ("mtp", "mtp+ngram")
+
+
+def check_drafter(drafter: str | Drafter, draft_length: int) -> None:
+    """Raise InputError for an unknown drafter or a draft length that cannot be used."""
+    if isinstance(drafter, str) and drafter not in NAMES:
+        raise InputError(f"drafter: expected one of {', '.join(NAMES)} or a Drafter, found {drafter!r}")
+    low, high = (0 if drafter == "none" else 1), MAX_WINDOW - 1
+    if isinstance(draft_length, bool) or not isinstance(draft_length, int) or not low <= draft_length <= high:
+        plain = " (drafter='none' decodes plainly)" if low else ""
+        raise InputError(f"draft_length: expected an integer from {low} to {high}{plain}, found {draft_length!r}")
+
+
+def build_drafter(name: str, head: MTPHead | None, slots: int) -> Drafter:
+    """The drafter that `name` stands for; "auto" is MTP where there is a head and n-gram lookup elsewhere."""
+    if name == "auto":
+        name = "ngram" if head is None else "mtp"
+    if name in NEED_HEAD and head is None:
+        raise CheckpointError(f"drafter {name!r}: expected a checkpoint with an MTP head (mtp.* tensors), found none")
+    if name == "none":
+        return NoDrafter()
+    if name == "ngram":
+        return NgramDrafter()
+    assert head is not None
+    mtp = MTPDrafter(head, slots)
+    return mtp if name == "mtp" else CombinedDrafter(NgramDrafter(), mtp)

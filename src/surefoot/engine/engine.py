@@ -1,0 +1,214 @@
+"""`Engine`: a target, a drafter, a tokenizer, and what callers ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_drafter
+from surefoot.engine.generation import Generation
+from surefoot.engine.loop import StepRecord
+from surefoot.engine.runner import Progress, run
+from surefoot.engine.stats import Clock, Stats
+from surefoot.engine.target import DecoderTarget
+from surefoot.errors import InputError
+from surefoot.loading.checkpoint import Checkpoint, MtpPolicy, find_model, load_checkpoint
+from surefoot.loading.tokenizer import Tokenizer, require_tokenizer
+from surefoot.model import Decoder, MTPHead
+from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
+from surefoot.types import Drafter, Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Prompt = str | Seq[int]
+
+
+class Engine:
+    """Decodes requests with one target and one drafter. Not safe for use from several threads at once.
+
+    `draft_length` (K) bounds a draft; `notes` are sentences that a user should see, such as a drafter that was chosen
+    because the wanted one was not there.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        draft_length: int,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Seq[int] = (),
+        notes: Seq[str] = (),
+    ) -> None:
+        check_drafter(drafter.name if drafter.name == "none" else drafter, draft_length)
+        self.target = target
+        self.drafter = drafter
+        self.draft_length = draft_length
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.notes = tuple(notes)
+        self.clock = Clock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        drafter: str | Drafter = "mtp",
+        draft_length: int = 3,
+        slots: int = 1,
+        max_len: int = 4096,
+        draft_model: str | Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Engine:
+        """Load a bundled model ("surefoot-demo"), a Hugging Face folder, or a hub id.
+
+        `drafter`: "none", "ngram", "mtp", "mtp+ngram", "draft-model" (needs `draft_model`, any second checkpoint of
+        this family with the same vocabulary), "auto", or a Drafter of your own. `slots` prompts decode together;
+        `max_len` bounds prompt and output of each. `progress(done, total)` follows the loading.
+
+        Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
+        """
+        check_drafter(drafter, draft_length)
+        torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
+        for name, value in (("slots", slots), ("max_len", max_len)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name}: expected an integer of at least 1, found {value!r}")
+        if (drafter == "draft-model") != (draft_model is not None):
+            raise InputError("draft_model: expected exactly with drafter='draft-model', found "
+                             f"drafter={drafter!r}, draft_model={draft_model!r}")  # fmt: skip
+        policy: MtpPolicy = "require" if drafter in NEED_HEAD else "if-present" if drafter == "auto" else "skip"
+
+        def load(name: str | Path, mtp: MtpPolicy) -> tuple[Checkpoint, Decoder]:
+            checkpoint = load_checkpoint(
+                find_model(name), mtp=mtp, dtype=torch_dtype, device=torch_device, progress=progress
+            )
+            return checkpoint, Decoder(checkpoint.config, checkpoint.tensors, max_len)
+
+        with torch.inference_mode():
+            checkpoint, decoder = load(model, policy)
+            head = MTPHead(decoder, checkpoint.tensors) if checkpoint.config.mtp_layers else None
+            target = DecoderTarget(decoder, slots)
+            notes = list(checkpoint.notes)
+            if draft_model is not None:
+                small = DecoderTarget(load(draft_model, "skip")[1], slots)
+                from surefoot.drafters.draft_model import DraftModelDrafter
+
+                drafter = DraftModelDrafter(small, target.vocab_size)
+            elif isinstance(drafter, str):
+                if drafter == "auto" and head is None:
+                    notes.append("drafter 'auto': the checkpoint has no MTP head, so drafts come from n-gram lookup")
+                drafter = build_drafter(drafter, head, slots)
+        return cls(target, drafter, draft_length, tokenizer=checkpoint.tokenizer,
+                   eos_token_ids=checkpoint.eos_token_ids, notes=notes)  # fmt: skip
+
+    @overload
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation: ...
+    @overload
+    def generate(
+        self, prompt: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Generation]: ...
+    def generate(
+        self, prompt: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Generation | list[Generation]:
+        """Decode one prompt (text or token ids) to its end, or several together: a list of prompts gives a list.
+
+        `params` is one for all or one per prompt. Raises InputError for an empty prompt, a token id outside the
+        vocabulary, or a prompt that leaves no room in `max_len`; TokenizerError for text without a tokenizer;
+        NumericalError if the model gives logits that are not numbers. All prompts are checked before any is read.
+        """
+        single = isinstance(prompt, str) or not _is_batch(prompt)
+        prompts: list[Any] = [prompt] if single else list(prompt)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise InputError(f"params: expected one, or one per prompt ({len(prompts)}), found {len(each)}")
+        sequences = [self._sequence(p, s) for p, s in zip(prompts, each, strict=True)]
+        stats = {id(sequence): Stats() for sequence in sequences}
+        before = self.clock.copy()
+        for record in self._run(sequences):
+            own = stats[id(record.sequence)]
+            own.add(record)
+            vars(own).update(self.clock.since(before))
+        results = []
+        for sequence in sequences:
+            assert sequence.finish_reason is not None
+            results.append(
+                Generation(sequence.output, sequence.finish_reason, stats[id(sequence)], self.tokenizer)
+            )
+        return results[0] if single else results
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, progress: Progress | None = None
+    ) -> Iterator[StepRecord]:
+        """Decode one prompt and yield every step as it is made. Arguments are checked at the call; `clock` tells the
+        time by phase so far. `progress(done, total)` counts prompt tokens while they are read."""
+        return self._run([self._sequence(prompt, params or SamplingParams())], progress)
+
+    def logits(self, token_ids: Seq[int]) -> Tensor:
+        """The target's logits after each of the given tokens, [T, V] float32."""
+        tokens = self._check_tokens(token_ids, room=0)
+        if not isinstance(self.target, DecoderTarget):
+            raise InputError(f"logits: expected a checkpoint's target, found {type(self.target).__name__}")
+        with torch.inference_mode():
+            return self.target.score(tokens)
+
+    def encode(self, text: str) -> list[int]:
+        """Text to token ids. Raises TokenizerError if the model has no tokenizer."""
+        return require_tokenizer(self.tokenizer, "a text prompt").encode(text)
+
+    def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Iterator[StepRecord]:
+        with torch.inference_mode():
+            yield from run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+
+    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        tokens = self._check_tokens(self.encode(prompt) if isinstance(prompt, str) else prompt, room=1)
+        limit = min(len(tokens) + params.max_new_tokens, self.target.max_len)
+        stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
+        return Sequence(0, tokens, params, limit, stop_ids)
+
+    def _check_tokens(self, token_ids: Seq[int], room: int) -> list[int]:
+        tokens = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
+        if not tokens:
+            raise InputError("prompt: expected at least one token, found none")
+        if len(tokens) > self.target.max_len - room:
+            raise InputError(f"prompt: expected at most {self.target.max_len - room} tokens "
+                             f"(max_len {self.target.max_len}), found {len(tokens)}")  # fmt: skip
+        for index, token in enumerate(tokens):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.target.vocab_size:
+                expected = f"a token id from 0 to {self.target.vocab_size - 1}"
+                raise InputError(f"prompt[{index}]: expected {expected}, found {token!r}")
+        return tokens
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name. Raises InputError for one that is not supported."""
+    if name not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {name!r}")
+    return DTYPES[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """A device that is there. Raises InputError otherwise."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
+    return device
+
+
+def _is_batch(prompt: Seq[Any]) -> bool:
+    return not isinstance(prompt, Tensor) and len(prompt) > 0 and not isinstance(prompt[0], int)

@@ -1,0 +1,58 @@
+"""Running requests: into slots, step by step, out again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from surefoot.engine.loop import StepRecord, prefill, step
+from surefoot.engine.stats import Clock, TimedDrafter, TimedTarget
+from surefoot.sequence import Sequence
+from surefoot.types import Drafter, Target
+
+Progress = Callable[[int, int], None]
+
+
+def run(
+    sequences: Iterable[Sequence],
+    drafter: Drafter,
+    target: Target,
+    draft_length: int,
+    clock: Clock | None = None,
+    progress: Progress | None = None,
+) -> Iterator[StepRecord]:
+    """Decode all sequences, as many at a time as the target has slots, and yield every step of every sequence.
+
+    A sequence gets its slot when it starts; one that ends makes room for the next. Closing the iterator early, or an
+    error in a step, releases every slot. `progress(done, total)` counts prompt tokens while they are read.
+    """
+    clock = clock or Clock()
+    drafter, target = TimedDrafter(drafter, clock), TimedTarget(target, clock)
+    waiting, free = deque(sequences), list(range(target.slots))
+    running: list[Sequence] = []
+
+    def release(sequence: Sequence) -> None:
+        running.remove(sequence)
+        free.append(sequence.slot)
+        target.release(sequence.slot)
+        drafter.release(sequence)
+
+    try:
+        while waiting or running:
+            while waiting and free:
+                sequence = waiting.popleft()
+                sequence.slot = free.pop(0)
+                running.append(sequence)
+                with clock.phase("prefill_s"):
+                    for done in prefill(sequence, drafter, target):
+                        if progress is not None:
+                            progress(done, len(sequence.tokens))
+            with clock.phase("decode_s"):
+                records = step(running, drafter, target, draft_length)
+            for record in records:
+                if record.sequence.finish_reason is not None:
+                    release(record.sequence)
+            yield from records
+    finally:
+        for sequence in list(running):
+            release(sequence)
