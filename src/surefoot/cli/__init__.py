@@ -1,0 +1,1 @@
+"""The command line: turns arguments into engine calls and results into text. Imports torch only inside commands."""

@@ -1,0 +1,106 @@
+"""`surefoot generate`: a prompt's continuation, and how it compares with plain decoding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+from surefoot.cli.options import Options
+from surefoot.cli.session import Run, Session, TextStream
+from surefoot.drafters.none import NoDrafter
+from surefoot.engine.engine import Engine
+from surefoot.engine.stats import Stats
+
+WARM_UP_TOKENS = 8
+
+
+def generate(options: Options) -> None:
+    """Stream the text (or print JSON), then statistics on standard error."""
+    session = Session.open(options)
+    run = Run(session.engine, session.prompt, session.params)
+    if options.as_json:
+        print(json.dumps(run.finish().result() | {"settings": session.settings()}))
+        return
+    _stream(run)
+    print(statistics(run, session), file=sys.stderr)
+
+
+def compare(options: Options) -> bool:
+    """Decode with the drafter and plainly on the same target; print both, and whether the tokens are the same ones.
+
+    Returns whether what was promised held: equal tokens, unless rejection acceptance was asked for above temperature 0
+    (which promises the distribution).
+    """
+    session = Session.open(options)
+    drafted = session.engine
+    plain = Engine(
+        drafted.target, NoDrafter(), 0, tokenizer=drafted.tokenizer, eos_token_ids=drafted.eos_token_ids
+    )  # fmt: skip
+    short = replace(session.params, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    for engine in (drafted, plain):  # first calls pay for allocations and thread pools
+        Run(engine, session.prompt[-WARM_UP_TOKENS:], short).finish()
+    fast = Run(drafted, session.prompt, session.params)
+    slow = Run(plain, session.prompt, session.params)
+    if options.as_json:
+        fast.finish()
+    else:
+        _stream(fast)
+    slow.finish()
+    identical = fast.tokens == slow.tokens
+    speed_up = fast.stats.tokens_per_second / slow.stats.tokens_per_second
+    if options.as_json:
+        comparison = {"plain": slow.result(), "speed_up": speed_up, "identical": identical}
+        print(json.dumps(fast.result() | comparison | {"settings": session.settings()}))
+    else:
+        print(_comparison(session, fast.stats, slow.stats, speed_up, identical))
+    return identical or (not session.params.greedy and session.params.acceptance == "rejection")
+
+
+def statistics(run: Run, session: Session) -> str:
+    """Three lines: what came out, what drafting did, where the time went."""
+    s = run.stats
+    return "\n".join(
+        [
+            f"{_setting(session)}: {s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} per step), "
+            f"{s.tokens_per_second:.1f} tokens/s, ended by {run.finish_reason}",
+            f"accepted {s.accepted} of {s.proposed} draft tokens ({s.acceptance_rate:.0%}){_by_position(s)}",
+            f"prefill {len(run.prompt)} tokens {s.prefill_s:.3f} s; decode {s.decode_s:.3f} s: "
+            f"draft {s.draft_s:.3f}, verify {s.verify_s:.3f}, commit {s.commit_s:.3f}",
+        ]
+    )
+
+
+def _stream(run: Run) -> None:
+    stream = TextStream(run.engine)
+    for step in run:
+        sys.stdout.write(stream.push(step.tokens))
+        sys.stdout.flush()
+    sys.stdout.write(stream.flush() + "\n")
+    sys.stdout.flush()
+
+
+def _comparison(session: Session, fast: Stats, slow: Stats, speed_up: float, identical: bool) -> str:
+    name = _setting(session)
+    width = max(len(name), len("plain"))
+    lines = [
+        "",
+        f"{'plain':{width}}  {slow.tokens_per_second:8.1f} tokens/s  ({slow.tokens} tokens, {slow.decode_s:.2f} s)",
+        f"{name:{width}}  {fast.tokens_per_second:8.1f} tokens/s  ({fast.tokens} tokens, {fast.decode_s:.2f} s, "
+        f"{fast.tokens_per_step:.2f} tokens per step)",
+        f"accepted {fast.accepted} of {fast.proposed} draft tokens ({fast.acceptance_rate:.0%}){_by_position(fast)}",
+        f"speed-up {speed_up:.2f}x",
+        f"identical tokens: {'yes' if identical else 'no'}",
+    ]
+    return "\n".join(lines)
+
+
+def _setting(session: Session) -> str:
+    name = session.engine.drafter.name
+    return name if name == "none" else f"{name}, K = {session.engine.draft_length}"
+
+
+def _by_position(stats: Stats) -> str:
+    pairs = zip(stats.accepted_by_position, stats.proposed_by_position, strict=True)
+    shares = [f"{accepted / proposed:.0%}" for accepted, proposed in pairs if proposed]
+    return f"; by draft position: {' '.join(shares)}" if shares else ""

@@ -1,0 +1,100 @@
+"""The `surefoot` command: its subcommands, one-line errors, and exit codes.
+
+0 done; 2 bad input (any error of ours about what was given); 1 the model misbehaved; 130 interrupted; 141 the reader of
+our output went away. Nothing here may import torch: `surefoot --help` has to answer at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from surefoot.cli.options import Options, takes_options
+from surefoot.errors import NumericalError, SurefootError
+
+BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
+
+# The class of all usage errors. It is click's own, and typer brings a copy of click from some version on.
+USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="surefoot",
+    help="Lossless speculative decoding for Qwen3.5-family models.",
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Lossless speculative decoding for Qwen3.5-family models: the tokens of plain decoding, sooner."""
+
+
+@app.command()
+@takes_options
+def generate(
+    options: Options,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Decode plainly too, and compare speed and tokens.", rich_help_panel="Output"),
+    ] = False,
+) -> None:
+    """Continue a prompt; the text appears as it is accepted, statistics follow on standard error."""
+    with _one_line_errors():
+        from surefoot.cli import generate as command
+
+        if not compare:
+            command.generate(options)
+        elif not command.compare(options):
+            raise NumericalError("tokens: expected those of plain decoding, found others")
+
+
+@app.command()
+@takes_options
+def trace(options: Options) -> None:
+    """Continue a prompt and show every step: what was drafted, what was kept, what came instead of the rest."""
+    with _one_line_errors():
+        from surefoot.cli import trace as command
+
+        command.trace(options)
+
+
+def run() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=sys.argv[1:] or ["--help"], prog_name="surefoot", standalone_mode=False)
+    except USAGE_ERROR as error:
+        _complain(error.format_message())
+        code = BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+        sys.stdout.flush()
+    except SurefootError as error:
+        _complain(str(error))
+        raise typer.Exit(FAILED if isinstance(error, NumericalError) else BAD_INPUT) from error
+    except BrokenPipeError as error:
+        # Python flushes stdout once more at exit; give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(NO_READER) from error
+
+
+def _complain(message: str) -> None:
+    sys.stdout.flush()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)

@@ -1,0 +1,112 @@
+"""The options that all commands share: one table, from which typer's flags and a typed `Options` are both made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from surefoot.sampling import SamplingParams
+
+
+def _option(*names: str, help: str, panel: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+PROMPT, MODEL, DRAFT, SAMPLE, OUTPUT = "Prompt", "Model", "Drafting", "Sampling", "Output"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, as given. Values are checked by what uses them, before the model is loaded if it can."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+    ] = None
+    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
+    token_ids: Annotated[
+        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
+    ] = None
+    chat: Annotated[
+        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
+    ] = False
+    model: Annotated[
+        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
+    ] = "surefoot-demo"
+    device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
+    dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "float32"
+    max_len: Annotated[
+        int, _option("--max-len", help="Room for prompt and output together, in tokens.", panel=MODEL)
+    ] = 4096
+    drafter: Annotated[
+        str, _option("--drafter", "-d", help="auto, mtp, ngram, mtp+ngram, draft-model or none.", panel=DRAFT)
+    ] = "auto"
+    draft_length: Annotated[
+        int, _option("--draft-length", "-k", help="Most tokens to draft per step.", panel=DRAFT)
+    ] = 3
+    draft_model: Annotated[
+        str | None, _option("--draft-model", help="A second, smaller model to draft with.", panel=DRAFT)
+    ] = None
+    acceptance: Annotated[
+        str, _option("--acceptance", help="Above temperature 0: coupled (same tokens) or rejection.", panel=DRAFT)
+    ] = "coupled"
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", help="Most tokens to generate.", panel=SAMPLE)] = (
+        256
+    )
+    temperature: Annotated[float, _option("--temperature", "-t", help="0 is greedy.", panel=SAMPLE)] = 0.0
+    top_k: Annotated[int, _option("--top-k", help="Keep the k likeliest tokens; 0 keeps all.", panel=SAMPLE)] = 0
+    top_p: Annotated[float, _option("--top-p", help="Keep the likeliest tokens of mass p.", panel=SAMPLE)] = 1.0
+    min_p: Annotated[
+        float, _option("--min-p", help="Drop tokens below this share of the likeliest one's.", panel=SAMPLE)
+    ] = 0.0
+    seed: Annotated[int, _option("--seed", help="Decides all random choices.", panel=SAMPLE)] = 0
+    ignore_eos: Annotated[
+        bool, _option("--ignore-eos", help="Go on past the model's end-of-sequence tokens.", panel=SAMPLE)
+    ] = False
+    as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
+
+    def sampling(self) -> SamplingParams:
+        """The request's sampling parameters. Raises InputError for a value out of range."""
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            acceptance=self.acceptance,  # type: ignore[arg-type]  # SamplingParams checks it
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """A function for typer with the fields of `Options` as parameters, then `command`'s own; `command` is called with
+    an `Options` and its own parameters."""
+    hints = get_type_hints(Options, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(Options)
+    ]
+    own_hints = get_type_hints(command, include_extras=True)
+    _, *own = inspect.signature(command).parameters.values()
+    extra = [parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=own_hints[parameter.name]) for parameter in own]
+
+    def for_typer(**values: Any) -> None:
+        chosen = {field.name: values.pop(field.name) for field in fields(Options)}
+        command(Options(**chosen), **values)
+
+    parameters = [*shared, *extra]
+    for_typer.__name__, for_typer.__doc__ = command.__name__, command.__doc__
+    # typer reads the parameters off the signature and the hints.
+    for_typer.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    for_typer.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return for_typer

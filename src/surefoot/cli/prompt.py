@@ -1,0 +1,61 @@
+"""Where a prompt comes from: an argument, a file, standard input, or token ids."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from surefoot.cli.options import Options
+from surefoot.errors import InputError
+
+
+def read_prompt(options: Options) -> str | list[int]:
+    """The prompt as text or token ids, exactly as given (a file's last newline included).
+
+    Without any source, standard input is read if something is piped into it. Raises InputError if there is no prompt,
+    more than one, or it is not UTF-8 text.
+    """
+    given = [
+        name
+        for name, value in [("PROMPT", options.prompt), ("--file", options.file), ("--token-ids", options.token_ids)]
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise InputError(f"prompt: expected one source, found {' and '.join(given)}")
+    if options.token_ids is not None:
+        return _ids(options.token_ids)
+    if options.file is not None:
+        text = _read(options.file)
+    elif options.prompt is not None and options.prompt != "-":
+        text = options.prompt
+    elif options.prompt == "-" or not sys.stdin.isatty():
+        text = _decode(sys.stdin.buffer.read(), "standard input")
+    else:
+        raise InputError("prompt: expected a text, --file, --token-ids or piped input, found none")
+    if not text:
+        raise InputError("prompt: expected at least one character, found none")
+    return text
+
+
+def _read(file: Path) -> str:
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file}: expected a readable file, found: {error.strerror or error}") from error
+    return _decode(raw, str(file))
+
+
+def _decode(raw: bytes, source: str) -> str:
+    if b"\0" in raw:
+        raise InputError(f"{source}: expected text, found binary data (a NUL at byte {raw.index(0)})")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{source}: expected UTF-8 text, found: {error}") from error
+
+
+def _ids(listed: str) -> list[int]:
+    try:
+        return [int(part) for part in listed.replace(",", " ").split()]
+    except ValueError:
+        raise InputError(f"--token-ids: expected integers such as 5,17,3, found {listed!r}") from None

@@ -1,0 +1,148 @@
+"""What every command does between its options and its output: open the engine, encode the prompt, follow one run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain
+from typing import Any
+
+from surefoot.cli.options import Options
+from surefoot.cli.progress import LateBar
+from surefoot.cli.prompt import read_prompt
+from surefoot.engine.engine import Engine
+from surefoot.engine.loop import StepRecord
+from surefoot.engine.stats import Stats
+from surefoot.errors import InputError
+from surefoot.loading.tokenizer import StreamDecoder, require_tokenizer
+from surefoot.sampling import SamplingParams
+
+
+@dataclass
+class Session:
+    """An engine with a request for it, all checked."""
+
+    options: Options
+    engine: Engine
+    prompt: list[int]
+    params: SamplingParams
+
+    @classmethod
+    def open(cls, options: Options) -> Session:
+        """Check the options, read the prompt, load the model, encode; notes go to standard error."""
+        params = options.sampling()
+        prompt = read_prompt(options)
+        if options.chat and not isinstance(prompt, str):
+            raise InputError("--chat: expected a text prompt, found token ids")
+        drafter = "draft-model" if options.drafter == "auto" and options.draft_model is not None else options.drafter
+        with LateBar("loading") as bar:
+            engine = Engine.from_pretrained(
+                options.model,
+                device=options.device,
+                dtype=options.dtype,
+                drafter=drafter,
+                draft_length=options.draft_length,
+                max_len=options.max_len,
+                draft_model=options.draft_model,
+                progress=bar,
+            )
+        for note in engine.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return cls(options, engine, _encode(engine, prompt, options.chat), params)
+
+    def settings(self) -> dict[str, Any]:
+        """The options in force, with the drafter that was chosen; without the prompt."""
+        hidden = ("prompt", "file", "token_ids", "as_json")
+        chosen = {name: value for name, value in asdict(self.options).items() if name not in hidden}
+        return chosen | {"drafter": self.engine.drafter.name}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step and the seconds that its parts took."""
+
+    record: StepRecord
+    tokens: tuple[int, ...]
+    seconds: dict[str, float]
+
+
+class Run:
+    """One request as it is decoded: iterate over its steps; `tokens` and `stats` grow with them."""
+
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+        self.engine = engine
+        self.prompt = prompt
+        self.params = params
+        self.stats = Stats()
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+
+    def __iter__(self) -> Iterator[Step]:
+        clock = self.engine.clock
+        start = last = clock.copy()
+        with LateBar("reading the prompt") as bar:
+            records = self.engine.stream(self.prompt, self.params, progress=bar)
+            first = next(records)  # reads the whole prompt; every run has a step
+        for record in chain([first], records):
+            draft, verdict = record.draft.tokens, record.verdict
+            tokens = (*draft[: verdict.accepted], verdict.token)[: record.emitted]
+            self.tokens += tokens
+            self.stats.add(record)
+            vars(self.stats).update(clock.since(start))
+            self.finish_reason = record.sequence.finish_reason
+            seconds, last = clock.since(last), clock.copy()
+            yield Step(record, tokens, seconds)
+
+    def finish(self) -> Run:
+        """Decode to the end."""
+        for _ in self:
+            pass
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The output as text; None for a model without a tokenizer."""
+        return None if self.engine.tokenizer is None else self.engine.tokenizer.decode(self.tokens)
+
+    def result(self) -> dict[str, Any]:
+        """The finished run as JSON has it."""
+        return {
+            "token_ids": self.tokens,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "stats": stats_dict(self.stats),
+        }
+
+
+class TextStream:
+    """Tokens to printable text as they come; token ids for a model without a tokenizer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._decoder = None if engine.tokenizer is None else StreamDecoder(engine.tokenizer)
+
+    def push(self, tokens: tuple[int, ...]) -> str:
+        """What can be printed after these tokens."""
+        if self._decoder is None:
+            return "".join(f"{token} " for token in tokens)
+        return self._decoder.push(tokens)
+
+    def flush(self) -> str:
+        """What was held back."""
+        return "" if self._decoder is None else self._decoder.flush()
+
+
+def stats_dict(stats: Stats) -> dict[str, Any]:
+    """Counts, seconds, and the rates that follow from them."""
+    rates = ("proposed", "accepted", "acceptance_rate", "tokens_per_step", "tokens_per_second")
+    return asdict(stats) | {name: getattr(stats, name) for name in rates}
+
+
+def _encode(engine: Engine, prompt: str | list[int], chat: bool) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    if not chat:
+        return engine.encode(prompt)
+    tokenizer = require_tokenizer(engine.tokenizer, "--chat")
+    # The template writes the special tokens itself.
+    return tokenizer.encode(tokenizer.apply_chat([{"role": "user", "content": prompt}]), add_special_tokens=False)
