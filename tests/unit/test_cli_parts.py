@@ -99,7 +99,7 @@ class TestStep:
         assert self.words(self.record("ab", 2, "x", 3))[1] == '  accepted "a" "b"  bonus "x"'
 
     def test_no_draft(self) -> None:
-        assert self.words(self.record("", 0, "x", 1))[1] == '  token "x"'
+        assert self.words(self.record("", 0, "x", 1)) == ["step 4  cache 9 → 10  ngram  no draft", '  token "x"']
 
     def test_the_end_inside_the_draft(self) -> None:
         record = self.record("abc", 3, "x", 2)

@@ -64,7 +64,7 @@ def statistics(run: Run, session: Session) -> str:
         [
             f"{_setting(session)}: {s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} per step), "
             f"{s.tokens_per_second:.1f} tokens/s, ended by {run.finish_reason}",
-            f"accepted {s.accepted} of {s.proposed} draft tokens ({s.acceptance_rate:.0%}){_by_position(s)}",
+            _acceptance(s),
             f"prefill {len(run.prompt)} tokens {s.prefill_s:.3f} s; decode {s.decode_s:.3f} s: "
             f"draft {s.draft_s:.3f}, verify {s.verify_s:.3f}, commit {s.commit_s:.3f}",
         ]
@@ -88,7 +88,7 @@ def _comparison(session: Session, fast: Stats, slow: Stats, speed_up: float, ide
         f"{'plain':{width}}  {slow.tokens_per_second:8.1f} tokens/s  ({slow.tokens} tokens, {slow.decode_s:.2f} s)",
         f"{name:{width}}  {fast.tokens_per_second:8.1f} tokens/s  ({fast.tokens} tokens, {fast.decode_s:.2f} s, "
         f"{fast.tokens_per_step:.2f} tokens per step)",
-        f"accepted {fast.accepted} of {fast.proposed} draft tokens ({fast.acceptance_rate:.0%}){_by_position(fast)}",
+        _acceptance(fast),
         f"speed-up {speed_up:.2f}x",
         f"identical tokens: {'yes' if identical else 'no'}",
     ]
@@ -100,7 +100,10 @@ def _setting(session: Session) -> str:
     return name if name == "none" else f"{name}, K = {session.engine.draft_length}"
 
 
-def _by_position(stats: Stats) -> str:
+def _acceptance(stats: Stats) -> str:
+    if not stats.proposed:
+        return "nothing was drafted"
     pairs = zip(stats.accepted_by_position, stats.proposed_by_position, strict=True)
-    shares = [f"{accepted / proposed:.0%}" for accepted, proposed in pairs if proposed]
-    return f"; by draft position: {' '.join(shares)}" if shares else ""
+    shares = " ".join(f"{accepted / proposed:.0%}" for accepted, proposed in pairs if proposed)
+    total = f"accepted {stats.accepted} of {stats.proposed} draft tokens ({stats.acceptance_rate:.0%})"
+    return f"{total}; by draft position: {shares}"

@@ -41,7 +41,8 @@ def render(record: StepRecord, number: int, seconds: str, show: Show) -> Text:
     text.append(f"  cache {before} → {before + record.emitted}", style=DIM)
     if record.draft.source:
         text.append(f"  {record.draft.source}", style=DIM)
-    text.append(f"  kept {record.accepted} of {len(draft)}{seconds}\n", style=DIM)
+    kept = f"kept {record.accepted} of {len(draft)}" if draft else "no draft"
+    text.append(f"  {kept}{seconds}\n", style=DIM)
     ended = record.emitted <= verdict.accepted
     _group(text, "accepted", draft[: record.accepted], ACCEPTED, show)
     if ended:
