@@ -240,7 +240,8 @@ def decode_batch(
     for slot, (prompt, params) in enumerate(requests):
         stops = frozenset((*stop, *params.stop_token_ids))
         runs.append(Run(Sequence(slot, list(prompt), params, len(prompt) + params.max_new_tokens, stops)))
-        prefill(runs[-1].sequence, drafter, target)
+        for _ in prefill(runs[-1].sequence, drafter, target):  # one turn per chunk
+            pass
     while running := [run for run in runs if run.sequence.finish_reason is None]:
         for run, record in zip(running, step([r.sequence for r in running], drafter, target, depth), strict=True):
             run.records.append(record)
