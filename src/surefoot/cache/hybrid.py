@@ -5,9 +5,21 @@ Commit is an integer: it is noted here, and each layer settles its own part at t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor
+
 from surefoot.cache.kv import KVCache
-from surefoot.cache.recurrent import RecurrentCache
+from surefoot.cache.recurrent import MAX_WINDOW, RecurrentCache
 from surefoot.errors import InputError
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A slot's committed state apart from its keys and values, which roll back by length."""
+
+    length: int
+    states: list[tuple[Tensor, Tensor]]
 
 
 class HybridCache:
@@ -31,15 +43,14 @@ class HybridCache:
         """Empty the slot."""
         self.check_slot(slot)
         self.length[slot] = self._window[slot] = self._keep[slot] = 0
-        for layer in self.layers:
-            if isinstance(layer, RecurrentCache):
-                layer.reset(slot)
+        for layer in self._recurrent():
+            layer.reset(slot)
 
     def open_window(self, slot: int, tokens: int) -> None:
         """A window of `tokens` tokens is about to be read; the last one must have been committed."""
-        self.check_slot(slot)
-        if self._window[slot]:
-            raise InputError(f"slot {slot}: expected commit before the next window, found {self._window[slot]} tokens open")
+        self.check_closed(slot)
+        if not 1 <= tokens <= MAX_WINDOW:
+            raise InputError(f"window of slot {slot}: expected 1 to {MAX_WINDOW} tokens, found {tokens}")
         self.settle(slot)
         self._window[slot] = tokens
 
@@ -55,14 +66,35 @@ class HybridCache:
     def settle(self, slot: int) -> None:
         """Apply the last commit to every layer, so that their tensors show the committed tokens and nothing else."""
         if self._keep[slot]:
-            for layer in self.layers:
-                if isinstance(layer, RecurrentCache):
-                    layer.settle(slot, self._keep[slot])
+            for layer in self._recurrent():
+                layer.settle(slot, self._keep[slot])
             self._keep[slot] = 0
 
     def extend(self, slot: int, tokens: int) -> None:
         """`tokens` tokens were read for good (prefill)."""
         self.length[slot] += tokens
+
+    def snapshot(self, slot: int) -> Snapshot:
+        """What `restore` needs to return to the tokens committed now. No window may be open."""
+        self.check_closed(slot)
+        self.settle(slot)
+        return Snapshot(self.length[slot], [layer.snapshot(slot) for layer in self._recurrent()])
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Forget what was committed since the snapshot of this slot was taken."""
+        self._window[slot] = self._keep[slot] = 0
+        self.length[slot] = snapshot.length
+        for layer, state in zip(self._recurrent(), snapshot.states, strict=True):
+            layer.restore(slot, state)
+
+    def _recurrent(self) -> list[RecurrentCache]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentCache)]
+
+    def check_closed(self, slot: int) -> None:
+        """Raise InputError for a slot that does not exist, or whose window waits for commit."""
+        self.check_slot(slot)
+        if self._window[slot]:
+            raise InputError(f"slot {slot}: expected a commit first, found {self._window[slot]} tokens of a window open")
 
     def check_slot(self, slot: int) -> None:
         """Raise InputError for a slot that does not exist."""

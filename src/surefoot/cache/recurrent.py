@@ -78,3 +78,13 @@ class RecurrentCache:
             self.state[slot], self.ahead[slot] = self.ahead[slot], self.state[slot]
         else:
             tape.replay_(self.state[slot], 1, keep)
+
+    def snapshot(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Copies of the settled state and of the convolution's past."""
+        return self.state[slot].clone(), self.conv_past(slot).clone()
+
+    def restore(self, slot: int, snapshot: tuple[Tensor, Tensor]) -> None:
+        """Return to a snapshot."""
+        self._tape[slot] = None
+        self.state[slot].copy_(snapshot[0])
+        self.set_past(slot, snapshot[1])

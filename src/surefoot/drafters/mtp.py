@@ -99,12 +99,12 @@ class _Chain:
 
     def accepts(self, logits: Tensor, hidden: Tensor, min_confidence: float) -> bool:
         """Draft a token from logits [V]; whether the chain goes on, from the head's own hidden [H]."""
-        position = len(self.sequence.tokens) + len(self._tokens)
+        start = len(self.sequence.tokens)
         # The most likely token decides, not the drawn one: to drop a draft because of what was drawn would make the
         # drafts that remain follow another distribution than the one handed over.
         if min_confidence > 0 and logits.softmax(-1).amax().item() < min_confidence:
             return False
-        token, probs = draft_token(logits, self.sequence.params, position)
+        token, probs = draft_token(logits, self.sequence.params, start + len(self._tokens), start)
         self._tokens.append(token)
         if probs is not None:
             self._probs.append(probs)

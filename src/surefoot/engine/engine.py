@@ -10,6 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_drafter
 from surefoot.engine.generation import Generation
 from surefoot.engine.loop import StepRecord
@@ -99,8 +100,6 @@ class Engine:
             notes = list(checkpoint.notes)
             if draft_model is not None:
                 small = DecoderTarget(load(draft_model, "skip")[1], slots)
-                from surefoot.drafters.draft_model import DraftModelDrafter
-
                 drafter = DraftModelDrafter(small, target.vocab_size)
             elif isinstance(drafter, str):
                 if drafter == "auto" and head is None:

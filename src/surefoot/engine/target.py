@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from surefoot.cache.hybrid import Snapshot
 from surefoot.errors import InputError
 from surefoot.model import Decoder, build_cache
 from surefoot.model.spans import Layout
@@ -25,6 +26,7 @@ class DecoderTarget:
         self.max_len = decoder.max_len
         self.slots = slots
         self.cache = build_cache(decoder.config, slots, decoder.max_len, decoder.dtype, decoder.device)
+        self._marks: dict[int, Snapshot] = {}
 
     def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
         """Empty the slot and read the tokens into it, a chunk at a time."""
@@ -52,6 +54,15 @@ class DecoderTarget:
     def release(self, slot: int) -> None:
         """Empty the slot."""
         self.cache.reset(slot)
+        self._marks.pop(slot, None)
+
+    def mark(self, slot: int) -> None:
+        """Remember the slot's committed state, in the place of an earlier mark."""
+        self._marks[slot] = self.cache.snapshot(slot)
+
+    def rewind(self, slot: int) -> None:
+        """Return to the slot's mark; what was committed since is forgotten."""
+        self.cache.restore(slot, self._marks[slot])
 
     def score(self, tokens: Seq[int]) -> Tensor:
         """The logits after each of the tokens, [T, V] float32; uses slot 0."""
