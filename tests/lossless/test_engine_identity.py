@@ -44,14 +44,17 @@ def test_every_drafter_gives_the_plain_tokens(checkpoint: Path, dtype: str, para
     expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
     accepted = dict.fromkeys(DRAFTERS, 0)
     for drafter in DRAFTERS:
+        ours = engine(checkpoint, drafter, 1, dtype, slots=2)
         for draft_length in (1, 2, 5, 8) if dtype == "float32" else (3, 8):
-            ours = engine(checkpoint, drafter, draft_length, dtype, slots=2)
+            ours.draft_length = draft_length
             together = ours.generate(prompts, params)
             assert [out.token_ids for out in together] == expected, (drafter, draft_length)
             assert ours.generate(prompts[0], params).token_ids == expected[0]
             accepted[drafter] += sum(out.stats.accepted for out in together)
             rejected = sum(out.stats.proposed - out.stats.accepted for out in together)
             assert drafter == "draft-model" or rejected > 0
+    if not params.greedy:
+        accepted.pop("ngram")  # sampled output of a random model hardly repeats itself
     assert all(accepted.values()), accepted  # a drafter that is never right would prove little
 
 

@@ -7,15 +7,12 @@ whether the compiler fuses them differs between PyTorch's vector and scalar loop
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
-def causal_conv(strip: Tensor, taps: Tensor, out: Tensor | None = None) -> Tensor:
-    """Convolve strip [n + width - 1, C] with taps [width, C] (the last tap meets the newest row) -> [n, C]."""
-    width = taps.shape[0]
-    rows = strip.shape[0] - width + 1
-    out = torch.mul(strip[:rows], taps[0], out=out)
-    for tap in range(1, width):
-        out += strip[tap : tap + rows] * taps[tap]
-    return out
+def causal_conv(strip: Tensor, taps: Tensor) -> Tensor:
+    """Convolve strip [n + width - 1, C] with taps [width, 1, C] (the last tap meets the newest row) -> [n, C]."""
+    width, channels = taps.shape[0], strip.shape[1]
+    step = strip.stride(0)
+    shifted = strip.as_strided((width, strip.shape[0] - width + 1, channels), (step, step, 1))
+    return (shifted * taps).sum(0)

@@ -68,20 +68,19 @@ def run_window(
     """
     window = kq.shape[0]
     read = torch.empty(window, kq.shape[1], 2, state.shape[-1], device=state.device)
-    delta = torch.empty_like(v)
-    wanted = beta * v
-    pull = beta * decay
-    key_column = kq[:, :, 0].unsqueeze(-1)
-    tape = Tape(key_column.unbind(0), delta.unbind(0), decay.unbind(0))
+    delta = torch.empty(v.shape, device=state.device)
+    tape = Tape(kq[:, :, 0].unsqueeze(-1).unbind(0), delta.unbind(0), decay.unbind(0))
+    wanted, pull = (beta * v).unbind(0), (beta * decay).unbind(0)
+    pulled = read[:, :, :1].unbind(0)  # k^T S of each token
     current = state
-    for t, (rows, out, change) in enumerate(zip(kq.unbind(0), read.unbind(0), tape.deltas, strict=True)):
+    for t, (rows, out) in enumerate(zip(kq.unbind(0), read.unbind(0), strict=True)):
         torch.bmm(rows, current, out=out)
-        torch.addcmul(wanted[t], pull[t], out[:, :1], value=-1, out=change)
+        torch.addcmul(wanted[t], pull[t], pulled[t], value=-1, out=tape.deltas[t])
         if t == 1:
             current = torch.mul(state, tape.decays[t], out=ahead)
         else:
             current.mul_(tape.decays[t])
-        current.addcmul_(tape.keys[t], change)
+        current.addcmul_(tape.keys[t], tape.deltas[t])
     return read[:, :, 1:], delta, tape
 
 

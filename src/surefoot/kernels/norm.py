@@ -3,32 +3,53 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.kernels.rows import by_row
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, which is kept with size 1."""
+def inverse_norm(x: Tensor, floor: Tensor) -> Tensor:
+    """1 / sqrt(sum(x^2) + floor) over the last axis, which is kept with size 1."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.mul_(norm).div_(x.shape[-1]).add_(eps).rsqrt_()
+    return norm.mul_(norm).add_(floor).rsqrt_()
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * scale over the last axis; a zero-centred weight w is handed over as scale = 1 + w."""
-    return (x * inverse_rms(x, eps)).mul_(scale)
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis; a zero-centred weight w is handed over as scale = 1 + w.
+
+    `scale` [..., N] broadcasts against x. The mean's division is carried out in advance, on scale and eps.
+    """
+
+    def __init__(self, scale: Tensor, eps: float) -> None:
+        width = scale.shape[-1]
+        self._scale = scale.float() * width**0.5
+        self._floor = torch.tensor(eps * width, device=scale.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x * inverse_norm(x, self._floor)).mul_(self._scale)
 
 
-def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(sum(x^2) + eps) over the last axis: eps stands inside the root and beside the sum."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * norm.mul_(norm).add_(eps).rsqrt_()
+class L2Norm:
+    """x / sqrt(sum(x^2) + eps) over the last axis: eps stands inside the root and beside the sum, not the mean."""
+
+    def __init__(self, device: torch.device, eps: float = 1e-6) -> None:
+        self._floor = torch.tensor(eps, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * inverse_norm(x, self._floor)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """The DeltaNet output norm: per head x / rms(x) * scale, then times silu(gate). x, gate [n, heads * dim], scale
-    [dim]; the norm comes before the gate, and its weight is plain (not zero-centred)."""
-    rows, width = x.shape
-    heads = x.view(rows, -1, scale.shape[0])
-    normed = rms_norm(heads, scale, eps).view(rows, width)
-    return by_row(torch.nn.functional.silu, gate).mul_(normed)
+class GatedRMSNorm:
+    """The DeltaNet output norm: per head of width N, RMSNorm(x) * silu(gate). The norm comes before the gate, and its
+    weight is plain (not zero-centred)."""
+
+    def __init__(self, scale: Tensor, eps: float) -> None:
+        self._norm = RMSNorm(scale, eps)
+        self._width = scale.shape[-1]
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [n, heads * N] -> [n, heads * N]."""
+        rows, width = x.shape
+        normed = self._norm(x.view(rows, -1, self._width))
+        return by_row(F.silu, gate).mul_(normed.view(rows, width))

@@ -9,7 +9,7 @@ from surefoot.cache import KVCache
 from surefoot.config import ModelConfig
 from surefoot.kernels.attention import attend_chunk, attend_one
 from surefoot.kernels.linear import Linear, LinearFactory
-from surefoot.kernels.norm import rms_norm
+from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.rope import apply_rope_
 from surefoot.kernels.rows import by_row
 from surefoot.model.spans import Layout
@@ -30,18 +30,19 @@ class Attention:
         )
         self._out: Linear = linear(tensors[prefix + "o_proj.weight"])
         q_scale, k_scale = (1 + tensors[prefix + f"{n}_norm.weight"].float() for n in "qk")
-        self._norm_scale = torch.cat([q_scale.expand(c.num_heads, -1), k_scale.expand(c.num_kv_heads, -1)])
+        scale = torch.cat([q_scale.expand(c.num_heads, -1), k_scale.expand(c.num_kv_heads, -1)])
+        self._norm = RMSNorm(scale, c.norm_eps)
 
     def decode(self, x: Tensor, rope: Rope, cache: KVCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, normalised -> [rows, H]. Writes the rows' keys and values at their positions."""
         query, keys, values, gate = self._project(self._in(x), rope)
-        mixed = torch.zeros_like(query)
+        mixed = []
         for span in layout.spans:
             cache.write(span.slot, span.position, keys[span.rows], values[span.rows])
             for offset in range(span.count):
-                row = span.row + offset
-                mixed[row] = attend_one(query[row], *cache.read(span.slot, span.position + offset + 1))
-        return self._out(by_row(torch.sigmoid, gate).mul_(mixed.flatten(1)))
+                prefix = cache.read(span.slot, span.position + offset + 1)
+                mixed.append(attend_one(query[span.row + offset], *prefix).view(1, -1))
+        return self._out(by_row(torch.sigmoid, gate).mul_(layout.join(mixed)))
 
     def prefill(self, x: Tensor, rope: Rope, cache: KVCache, slot: int, position: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, after `position` cached ones."""
@@ -55,6 +56,6 @@ class Attention:
         c = self._config
         rows, turned = merged.shape[0], c.num_heads + c.num_kv_heads
         heads = merged[:, : (turned + c.num_kv_heads) * c.head_dim].view(rows, -1, c.head_dim)
-        query_keys = apply_rope_(rms_norm(heads[:, :turned], self._norm_scale, c.norm_eps), *rope)
+        query_keys = apply_rope_(self._norm(heads[:, :turned]), *rope)
         gate = merged[:, (turned + c.num_kv_heads) * c.head_dim :]
         return query_keys[:, : c.num_heads], query_keys[:, c.num_heads :], heads[:, turned:], gate

@@ -16,7 +16,7 @@ from torch import Tensor
 from surefoot.cache import HybridCache, KVCache, RecurrentCache
 from surefoot.config import ModelConfig
 from surefoot.kernels.linear import LinearFactory
-from surefoot.kernels.norm import rms_norm
+from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.rope import RopeTable
 from surefoot.model.attention import Attention, Rope
 from surefoot.model.deltanet import DeltaNet
@@ -29,9 +29,9 @@ class Block:
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kind: str,
                  linear: LinearFactory) -> None:  # fmt: skip
-        self._eps = config.norm_eps
-        self._mixer_scale, self._ffn_scale = (
-            1 + tensors[prefix + f"{n}_layernorm.weight"].float() for n in ("input", "post_attention")
+        self._mixer_norm, self._ffn_norm = (
+            RMSNorm(1 + tensors[prefix + f"{n}_layernorm.weight"].float(), config.norm_eps)
+            for n in ("input", "post_attention")
         )
         self.mixer: Attention | DeltaNet
         if kind == "full_attention":
@@ -42,26 +42,26 @@ class Block:
 
     def decode(self, x: Tensor, rope: Rope, cache: KVCache | RecurrentCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, updated in place and returned."""
-        normed = rms_norm(x, self._mixer_scale, self._eps)
+        normed = self._mixer_norm(x)
         if isinstance(self.mixer, Attention):
             assert isinstance(cache, KVCache)
             x += self.mixer.decode(normed, rope, cache, layout)
         else:
             assert isinstance(cache, RecurrentCache)
             x += self.mixer.decode(normed, cache, layout)
-        x += self.ffn.decode(rms_norm(x, self._ffn_scale, self._eps))
+        x += self.ffn.decode(self._ffn_norm(x))
         return x
 
     def prefill(self, x: Tensor, rope: Rope, cache: KVCache | RecurrentCache, slot: int, position: int) -> Tensor:
         """x [T, H] float32, updated in place and returned."""
-        normed = rms_norm(x, self._mixer_scale, self._eps)
+        normed = self._mixer_norm(x)
         if isinstance(self.mixer, Attention):
             assert isinstance(cache, KVCache)
             x += self.mixer.prefill(normed, rope, cache, slot, position)
         else:
             assert isinstance(cache, RecurrentCache)
             x += self.mixer.prefill(normed, cache, slot)
-        x += self.ffn.prefill(rms_norm(x, self._ffn_scale, self._eps))
+        x += self.ffn.prefill(self._ffn_norm(x))
         return x
 
 
@@ -84,7 +84,7 @@ class Decoder:
             self.blocks.append(Block(config, tensors, prefix, kind, self.linear))
             for name in [name for name in tensors if name.startswith(prefix)]:
                 del tensors[name]
-        self._norm_scale = 1 + tensors["model.norm.weight"].float()
+        self._norm = RMSNorm(1 + tensors["model.norm.weight"].float(), config.norm_eps)
         self._head = self.linear(self._embedding if config.tied else tensors.pop("lm_head.weight"))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Decoder:
         rope = self.rope.at(layout.positions(self.device))
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x = block.decode(x, rope, layer, layout)
-        return rms_norm(x, self._norm_scale, self.config.norm_eps)
+        return self._norm(x)
 
     def prefill(self, tokens: Seq[int], cache: HybridCache, slot: int) -> Tensor:
         """Read a chunk of T tokens after what the slot holds, for good; post-norm hidden [T, H]."""
@@ -119,7 +119,7 @@ class Decoder:
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x = block.prefill(x, rope, layer, slot, position)
         cache.extend(slot, len(tokens))
-        return rms_norm(x, self._norm_scale, self.config.norm_eps)
+        return self._norm(x)
 
 
 def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> HybridCache:

@@ -11,7 +11,7 @@ from surefoot.config import ModelConfig
 from surefoot.kernels import gated_delta
 from surefoot.kernels.causal_conv import causal_conv
 from surefoot.kernels.linear import Linear, LinearFactory
-from surefoot.kernels.norm import gated_rms_norm, l2_norm
+from surefoot.kernels.norm import GatedRMSNorm, L2Norm
 from surefoot.kernels.rows import by_row, lane_multiple
 from surefoot.model.spans import Layout
 
@@ -24,11 +24,13 @@ class DeltaNet:
         self._lanes = lane_multiple(c.linear_value_heads)  # beta and decay logits, padded to whole vectors
         qkv, z, b, a = (tensors[prefix + f"in_proj_{n}.weight"] for n in ("qkv", "z", "b", "a"))
         filler = b.new_zeros(self._lanes - b.shape[0], c.hidden_size)
-        self._in: Linear = linear(qkv, z, b, filler, a, filler)
+        self._in: Linear = linear(self._by_head(qkv), z, b, filler, a, filler)
         self._out: Linear = linear(tensors[prefix + "out_proj.weight"])
-        taps = tensors[prefix + "conv1d.weight"].float()
-        self._taps = taps.view(c.conv_channels, c.conv_width).T.contiguous()
-        self._norm_scale = tensors[prefix + "norm.weight"].float()
+        taps = self._by_head(tensors[prefix + "conv1d.weight"].float().view(c.conv_channels, c.conv_width))
+        self._taps = taps.T.contiguous().unsqueeze(1)  # [width, 1, C]
+        self._unit = L2Norm(b.device)
+        # Queries are not scaled by Dk^-0.5: the norm takes any scale out of what they read, but for its eps.
+        self._norm = GatedRMSNorm(tensors[prefix + "norm.weight"], c.norm_eps * c.linear_key_dim)
         padding = (0, self._lanes - c.linear_value_heads)
         self._dt_bias = F.pad(tensors[prefix + "dt_bias"].float(), padding)
         self._rate = F.pad(tensors[prefix + "A_log"].float().exp().neg(), padding)
@@ -36,25 +38,24 @@ class DeltaNet:
     def decode(self, x: Tensor, cache: RecurrentCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, normalised -> [rows, H]. Leaves every span's window open in the cache."""
         u, z, b, a = self._project(self._in(x))
-        mixed = torch.zeros_like(u)
-        for span in layout.spans:
-            strip = cache.open_strip(span.slot, u[span.rows])
-            causal_conv(strip, self._taps, out=mixed[span.rows])
+        strips = [cache.open_strip(span.slot, u[span.rows]) for span in layout.spans]
+        mixed = layout.join([causal_conv(strip, self._taps) for strip in strips])
         key_query, value = self._heads(by_row(F.silu, mixed))
-        decay = by_row(torch.exp, self._log_decay(a))
-        decay, beta = (self._spread(gate) for gate in (decay, by_row(torch.sigmoid, b)))
-
-        read, delta = torch.zeros_like(value), torch.zeros_like(value)
+        decay = self._spread(by_row(torch.exp, self._log_decay(a)))
+        beta = self._spread(by_row(torch.sigmoid, b))
+        reads, deltas = [], []
         for span in layout.spans:
             rows, slot = span.rows, span.slot
-            read[rows], delta[rows], tape = gated_delta.run_window(
+            read, delta, tape = gated_delta.run_window(
                 key_query[rows], value[rows], decay[rows], beta[rows], cache.state[slot], cache.ahead[slot]
             )
             cache.open_window(slot, tape)
+            reads.append(read)
+            deltas.append(delta)
         # q^T S after the update, from q^T S before it: decay * (q^T S) + (q . k) delta.
         overlap = (key_query[:, :, :1] * key_query[:, :, 1:]).sum(-1, keepdim=True)
-        out = decay.mul(read).add_(delta.mul_(overlap)).flatten(1)
-        return self._out(gated_rms_norm(out, z, self._norm_scale, self._config.norm_eps))
+        out = (layout.join(reads) * decay).add_(layout.join(deltas) * overlap).flatten(1)
+        return self._out(self._norm(out, z))
 
     def prefill(self, x: Tensor, cache: RecurrentCache, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
@@ -68,7 +69,15 @@ class DeltaNet:
             self._log_decay(a)[:, :heads], b[:, :heads].sigmoid(), cache.state[slot],
         )  # fmt: skip
         cache.set_past(slot, strip[-(c.conv_width - 1) :])
-        return self._out.bulk(gated_rms_norm(out.flatten(1), z, self._norm_scale, c.norm_eps))
+        return self._out.bulk(self._norm(out.flatten(1), z))
+
+    def _by_head(self, channels: Tensor) -> Tensor:
+        """Convolution channels [C, ...] from all queries, all keys, all values to (key, query) of each key head, then
+        all values: what belongs to a head's state update then lies together."""
+        c = self._config
+        query, key, value = channels.split([c.key_width, c.key_width, c.value_width])
+        pairs = torch.stack([x.view(c.linear_key_heads, c.linear_key_dim, -1) for x in (key, query)], dim=1)
+        return torch.cat([pairs.flatten(0, 2), value])
 
     def _project(self, merged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self._config
@@ -80,13 +89,11 @@ class DeltaNet:
         return by_row(F.softplus, a + self._dt_bias).mul_(self._rate)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """The convolution's output [n, C] -> unit keys and scaled unit queries [n, Hk, 2, Dk], values
-        [n, Hk, 1, r * Dv]."""
+        """The convolution's output [n, C] -> unit keys and queries [n, Hk, 2, Dk], values [n, Hk, 1, r * Dv]."""
         c, rows = self._config, mixed.shape[0]
-        pairs = mixed[:, : 2 * c.key_width].view(rows, 2, c.linear_key_heads, c.linear_key_dim)
-        query, key = l2_norm(pairs).unbind(1)
-        key_query = torch.stack([key, query * c.linear_key_dim**-0.5], dim=2)
-        return key_query, mixed[:, 2 * c.key_width :].reshape(rows, c.linear_key_heads, 1, -1)
+        pairs, value = mixed.split([2 * c.key_width, c.value_width], dim=-1)
+        key_query = self._unit(pairs.view(rows, c.linear_key_heads, 2, c.linear_key_dim))
+        return key_query, value.view(rows, c.linear_key_heads, 1, -1)
 
     def _spread(self, gate: Tensor) -> Tensor:
         """One number per value head [n, lanes] -> one per column of its state, [n, Hk, 1, r * Dv]."""

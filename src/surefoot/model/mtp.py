@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surefoot.cache import KVCache
 from surefoot.errors import CheckpointError
-from surefoot.kernels.norm import rms_norm
+from surefoot.kernels.norm import RMSNorm
 from surefoot.model.decoder import Block, Decoder, build_kv
 from surefoot.model.spans import Layout
 
@@ -32,8 +32,9 @@ class MTPHead:
             raise CheckpointError(f"MTP head: expected one layer, found {self.config.mtp_layers}")
         self.decoder = decoder
         self._fc = decoder.linear(tensors["mtp.fc.weight"])
-        self._embedding_scale, self._hidden_scale, self._norm_scale = (
-            1 + tensors[f"mtp.{n}.weight"].float() for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        self._embedding_norm, self._hidden_norm, self._norm = (
+            RMSNorm(1 + tensors[f"mtp.{n}.weight"].float(), self.config.norm_eps)
+            for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         )
         self._block = Block(self.config, tensors, "mtp.layers.0.", "full_attention", decoder.linear)
         for name in [name for name in tensors if name.startswith("mtp.")]:
@@ -49,18 +50,15 @@ class MTPHead:
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, layout.rows - hidden.shape[0]))
         x = self._fc(self._inputs(hidden, self.decoder.embed_padded(tokens, layout.rows)))
         rope = self.decoder.rope.at(layout.positions(self.decoder.device))
-        return rms_norm(self._block.decode(x, rope, lane, layout), self._norm_scale, self.config.norm_eps)
+        return self._norm(self._block.decode(x, rope, lane, layout))
 
     def prefill(self, hidden: Tensor, tokens: Seq[int], lane: KVCache, slot: int, position: int) -> Tensor:
         """The same for T consecutive positions of one sequence, the first of which is `position`: [T, H]."""
         device = self.decoder.device
         x = self._fc.bulk(self._inputs(hidden, self.decoder.embed(torch.tensor(tokens, device=device))))
         rope = self.decoder.rope.at(torch.arange(position, position + x.shape[0], device=device))
-        return rms_norm(self._block.prefill(x, rope, lane, slot, position), self._norm_scale, self.config.norm_eps)
+        return self._norm(self._block.prefill(x, rope, lane, slot, position))
 
     def _inputs(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The two normed halves side by side, embedding first."""
-        eps = self.config.norm_eps
-        return torch.cat(
-            [rms_norm(embedded, self._embedding_scale, eps), rms_norm(hidden, self._hidden_scale, eps)], dim=-1
-        )
+        return torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], dim=-1)

@@ -45,3 +45,10 @@ class Layout:
         """The position of every row [rows]; 0 for padding."""
         listed = [p for span in self.spans for p in range(span.position, span.position + span.count)]
         return torch.tensor(listed + [0] * (self.rows - len(listed)), device=device)
+
+    def join(self, parts: Seq[Tensor]) -> Tensor:
+        """The spans' rows, one tensor a span, as one tensor of all rows; padding is zero."""
+        padding = self.rows - sum(part.shape[0] for part in parts)
+        if padding:
+            parts = [*parts, parts[0].new_zeros(padding, *parts[0].shape[1:])]
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
