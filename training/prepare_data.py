@@ -85,9 +85,9 @@ def fetch(scratch: Path) -> None:
 
 
 _BLOCKS = frozenset(
-    "p div section article h1 h2 h3 h4 h5 h6 ul ol li dl dt dd table tr pre blockquote br hr figure aside main body".split()
+    ["p", "div", "section", "article", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "dl", "dt", "dd", "table", "tr", "pre", "blockquote", "br", "hr", "figure", "aside", "main", "body"]
 )
-_DROPPED = frozenset("script style nav header footer head button svg form noscript".split())
+_DROPPED = frozenset(["script", "style", "nav", "header", "footer", "head", "button", "svg", "form", "noscript"])
 _CHROME = re.compile(r"headerlink|sidebar|navheader|navfooter|sphinxsidebar|breadcrumb|related|toctree|nav-chapters|"
                      r"rustdoc-toggle-hide|srclink|since|menu|prev-next|footer|itemizedlist-toc")
 
@@ -123,7 +123,6 @@ def html_to_text(data: bytes) -> str:
     walk(root, False)
     text = "".join(pieces).replace("\xa0", " ").replace("\u00b6", "")
     text = re.sub(r"[ \t]+\n", "\n", text)
-    text = re.sub(r"\n +(?=\S)(?![ ])", lambda m: m.group(0), text)
     text = re.sub(r"\n{3,}", "\n\n", text)
     return re.sub(r"\* \n+", "* ", text).strip() + "\n"
 
@@ -185,7 +184,7 @@ def documents(source: Source, scratch: Path) -> Iterator[tuple[str, str]]:
             yield name, path.read_bytes().decode("utf-8", "replace")
 
 
-def reason_to_drop(text: str) -> str | None:
+def reason_to_drop(text: str, domain: str) -> str | None:
     """Why a file is not worth training on, or None. The thresholds were set by reading what they drop."""
     size = len(text)
     if size < 200:
@@ -195,8 +194,9 @@ def reason_to_drop(text: str) -> str | None:
     if "\x00" in text or text.count("\ufffd") > 2:
         return "binary"
     lines = text.splitlines()
-    if size / max(1, len(lines)) > 400 or max(map(len, lines)) > 6000:
-        return "minified"
+    longest = max(map(len, lines))
+    if (domain == "code" and (size > 150 * len(lines) or longest > 6000)) or longest > 40_000:
+        return "minified"  # a paragraph of converted prose is one long line, so prose is let through
     head = text[:1500].lower()
     if "do not edit" in head or "automatically generated" in head or "auto-generated" in head or "@generated" in head:
         return "generated"
@@ -240,7 +240,7 @@ def build(scratch: Path) -> None:
                 body = text.encode("utf-8")
                 # Licence headers differ where code does not: compare what is left without blanks.
                 digest = hashlib.sha256(re.sub(rb"\s+", b"", body)).hexdigest()
-                reason = "duplicate" if digest in seen else reason_to_drop(text)
+                reason = "duplicate" if digest in seen else reason_to_drop(text, source.domain)
                 if reason is None and share(b"keep" + body) >= source.keep:
                     reason = "sampled out"
                 if reason is not None:
