@@ -19,9 +19,11 @@ from model import ModelConfig, Parts, SurefootModel, delta_rule_reference
 from optim import make_optimisers
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """|a - b| / |b| in fp32."""
-    return ((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20)).item()
+def relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """|a - b| / |b| in fp32; a missing tensor is infinitely far."""
+    if a is None or b is None:
+        return float("inf")
+    return float((a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-20))
 
 
 def main() -> None:
@@ -38,8 +40,8 @@ def main() -> None:
         found, wanted = rule(*inputs), delta_rule_reference(*exact)
         errors = [relative(found, wanted)]
         if length % 64 == 0:
-            found.backward(upstream.bfloat16())
-            wanted.backward(upstream)
+            torch.autograd.backward(found, upstream.bfloat16())
+            torch.autograd.backward(wanted, upstream)
             errors += [relative(a.grad, b.grad) for a, b in zip(inputs, exact, strict=True)]
         print(f"decay x{speed}, T {length}: o dq dk dv dg dbeta", " ".join(f"{e:.1e}" for e in errors), flush=True)
         bad |= not max(errors) < 3e-2
@@ -51,11 +53,11 @@ def main() -> None:
     window = torch.randint(8192, (2, 512 + 3), device="cuda")
     for m in (exact_model, model):
         main_loss, ahead = m.losses(window, 512, 2)
-        (main_loss + 0.3 * ahead[0] + 0.1 * ahead[1]).backward()
+        torch.autograd.backward(main_loss + 0.3 * ahead[0] + 0.1 * ahead[1])
         print("loss", main_loss.item(), [x.item() for x in ahead], flush=True)
     named = dict(exact_model.named_parameters())
-    errors = {n: relative(p.grad, named[n].grad) for n, p in model.named_parameters()}
-    worst = sorted(errors.items(), key=lambda item: -item[1])[:4]
+    distances = {n: relative(p.grad, named[n].grad) for n, p in model.named_parameters()}
+    worst = sorted(distances.items(), key=lambda item: -item[1])[:4]
     print("largest gradient distances", [(n, f"{e:.1e}") for n, e in worst], flush=True)
     bad |= not worst[0][1] < 0.15
     del exact_model, model, named
@@ -76,7 +78,7 @@ def main() -> None:
             torch.cuda.synchronize()
             before = time.monotonic()
             main_loss, ahead = model.losses(window, 2048, 2)
-            (main_loss + 0.21 * ahead[0] + 0.09 * ahead[1]).backward()
+            torch.autograd.backward(main_loss + 0.21 * ahead[0] + 0.09 * ahead[1])
             torch.cuda.synchronize()
             middle = time.monotonic()
             for optimiser in optimisers:

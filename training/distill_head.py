@@ -63,7 +63,7 @@ def distil(a: argparse.Namespace) -> None:
             loss, agreement = model.parts.distil_loss(model.embedding, draft, wanted, config.dtype, a.hard)
             losses.append(loss)
             agreements.append(agreement)
-        (torch.stack(losses) * weights).sum().backward()
+        torch.autograd.backward((torch.stack(losses) * weights).sum())
         torch.nn.utils.clip_grad_norm_(model.mtp.parameters(), 1.0)
         for optimiser in optimisers:
             optimiser.step()

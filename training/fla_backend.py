@@ -115,16 +115,14 @@ def fla_delta_rule(
     chunk.chunk_bwd_dqkwg = capture
     for seed, speed in ((0, 1.0), (1, 0.05), (2, 8.0)):
         inputs = random_problem(seed, speed)
-        rule(*inputs).backward(torch.randn_like(inputs[2]))
+        torch.autograd.backward(rule(*inputs), torch.randn_like(inputs[2]))
     chosen: Any = None
     candidates = list(tuner.configs)
     for config in candidates:
         tuner.configs = [config]
         tuner.cache.clear()
         try:
-            worst = max(
-                _distance(library(**arguments), chunk_gradients(**arguments)) for arguments in captured for _ in range(2)
-            )
+            worst = max(_distance(library(**case), chunk_gradients(**case)) for case in captured for _ in range(2))
         except Exception as error:
             log(f"backward kernel {config}: {type(error).__name__}: {str(error)[:120]}")
             continue

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -202,7 +202,8 @@ def delta_rule_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
         step = new_values[:, :, i] - old_keys[:, :, i] @ state
         outputs.append((queries[:, :, i] * decay[:, :, i].exp().unsqueeze(-1)) @ state + inner[:, :, i] @ step)
         last = decay[:, :, i, -1:]
-        state = state * last.exp().unsqueeze(-1) + (keys[:, :, i] * (last - decay[:, :, i]).exp().unsqueeze(-1)).transpose(-1, -2) @ step
+        faded = keys[:, :, i] * (last - decay[:, :, i]).exp().unsqueeze(-1)
+        state = state * last.exp().unsqueeze(-1) + faded.transpose(-1, -2) @ step
     merged = torch.stack(outputs, 2).permute(0, 2, 3, 1, 4).reshape(rows, -1, heads, dv)
     return merged[:, :length].to(v.dtype)
 
@@ -245,7 +246,8 @@ class GatedDeltaNet(nn.Module):
 
     def finish(self, o: Tensor, z: Tensor) -> Tensor:
         """o, z [B, T, Hv, dv] -> [B, T, H]."""
-        return self.out_proj(self.norm(o, z).flatten(2))
+        result: Tensor = self.out_proj(self.norm(o, z).flatten(2))
+        return result
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,7 +296,8 @@ class GatedAttention(nn.Module):
 
     def finish(self, o: Tensor, gate: Tensor) -> Tensor:
         """o [B, Hq, T, D], gate [B, T, Hq*D] -> [B, T, H]."""
-        return self.o_proj(o.transpose(1, 2).flatten(2) * torch.sigmoid(gate))
+        result: Tensor = self.o_proj(o.transpose(1, 2).flatten(2) * torch.sigmoid(gate))
+        return result
 
 
 class FeedForward(nn.Module):
@@ -308,7 +311,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        result: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return result
 
 
 class LinearLayer(nn.Module):
@@ -345,7 +349,8 @@ def linear_before(layer: LinearLayer, h: Tensor) -> tuple[Tensor, Tensor, Tensor
 def linear_after(layer: LinearLayer, h: Tensor, o: Tensor, z: Tensor) -> Tensor:
     """Residual, output of the delta rule and z -> the layer's output [B, T, H]."""
     h = h + layer.linear_attn.finish(o, z)
-    return h + layer.mlp(layer.post_attention_layernorm(h))
+    result: Tensor = h + layer.mlp(layer.post_attention_layernorm(h))
+    return result
 
 
 def attention_layer(layer: AttentionLayer, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -353,7 +358,8 @@ def attention_layer(layer: AttentionLayer, h: Tensor, cos: Tensor, sin: Tensor) 
     q, k, v, gate = layer.self_attn.project(layer.input_layernorm(h), cos, sin)
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     h = h + layer.self_attn.finish(o, gate)
-    return h + layer.mlp(layer.post_attention_layernorm(h))
+    result: Tensor = h + layer.mlp(layer.post_attention_layernorm(h))
+    return result
 
 
 def head_loss(weight: Tensor, hidden: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -392,15 +398,10 @@ class Parts:
 
     def compiled(self) -> Parts:
         """The same parts, compiled region by region."""
-        torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined]
-        return Parts(
-            self.delta_rule,
-            *(
-                torch.compile(f, dynamic=False)
-                for f in (self.linear_before, self.linear_after, self.attention_layer, self.head_loss, self.distil_loss)
-            ),
-            torch.compile(mtp_step, dynamic=False),
-        )
+        torch._dynamo.config.recompile_limit = 64
+        names = ("linear_before", "linear_after", "attention_layer", "head_loss", "distil_loss")
+        changed: dict[str, Any] = {name: torch.compile(getattr(self, name), dynamic=False) for name in names}
+        return Parts(self.delta_rule, **changed, mtp_step=torch.compile(mtp_step, dynamic=False))
 
 
 def mtp_step(
@@ -419,7 +420,7 @@ def mtp_step(
     step before); keys, values: what earlier steps left, each [B, Hq, T, D]; mask [T, steps*T] for
     later steps (see :meth:`MtpHead.forward`). Returns the post-norm hidden and this step's K and V.
     """
-    layer = head.layers[0]
+    layer = head.layer
     joined = torch.cat([head.pre_fc_norm_embedding(e), head.pre_fc_norm_hidden(hidden)], -1)
     m = head.fc(joined).float()
     q, k, v, gate = layer.self_attn.project(layer.input_layernorm(m), cos, sin)
@@ -443,6 +444,13 @@ class MtpHead(nn.Module):
         self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList([AttentionLayer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """The head's only layer."""
+        only = self.layers[0]
+        assert isinstance(only, AttentionLayer)
+        return only
 
     def forward(
         self, embedding: Tensor, hidden: Tensor, following: Tensor, depth: int, parts: Parts

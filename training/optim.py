@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 def orthogonalise(stack: Tensor) -> Tensor:
     """Push all singular values of [n, r, c] towards 1: five quintic Newton-Schulz steps in bf16."""
-    x = stack.bfloat16()
+    x: Tensor = stack.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT

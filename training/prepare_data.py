@@ -85,7 +85,8 @@ def fetch(scratch: Path) -> None:
 
 
 _BLOCKS = frozenset(
-    ["p", "div", "section", "article", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "dl", "dt", "dd", "table", "tr", "pre", "blockquote", "br", "hr", "figure", "aside", "main", "body"]
+    """p div section article h1 h2 h3 h4 h5 h6 ul ol li dl dt dd table tr pre blockquote br hr figure aside main
+    body""".split()  # noqa: SIM905
 )
 _DROPPED = frozenset(["script", "style", "nav", "header", "footer", "head", "button", "svg", "form", "noscript"])
 _CHROME = re.compile(r"headerlink|sidebar|navheader|navfooter|sphinxsidebar|breadcrumb|related|toctree|nav-chapters|"
@@ -94,7 +95,7 @@ _CHROME = re.compile(r"headerlink|sidebar|navheader|navfooter|sphinxsidebar|brea
 
 def html_to_text(data: bytes) -> str:
     """Plain text of an HTML page: one blank line between blocks, ``pre`` kept as it is."""
-    from lxml import html as lxml_html
+    from lxml import html as lxml_html  # type: ignore[import-untyped]
 
     root = lxml_html.fromstring(data)
     pieces: list[str] = []

@@ -128,7 +128,7 @@ class Run:
             loss = main
             for weight, term in zip(weights, ahead, strict=True):
                 loss = loss + weight * term
-            (loss / parts).backward()
+            torch.autograd.backward(loss / parts)
             seen += torch.stack([main.detach(), *(x.detach() for x in ahead)]) / parts
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
