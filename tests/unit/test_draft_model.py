@@ -72,7 +72,7 @@ class Checked(DraftModelDrafter):
 def test_drafts_are_the_small_models_own(
     salt: int, depth: int, temperature: float, acceptance: Acceptance, prompt: list[int]
 ) -> None:
-    """Right, wrong or half right: the small model's state is that of the text, and the output that of plain decoding."""
+    """Right, wrong or half right: the small model's state is that of the text, and the output is plain decoding's."""
     big = hashed_rows(V, salt, order=3)
 
     def small(prefix: tuple[int, ...]) -> torch.Tensor:

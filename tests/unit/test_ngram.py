@@ -118,6 +118,12 @@ def test_draft_follows_itself_past_the_end_of_the_text() -> None:
     assert NgramDrafter().propose([sequence_of(tokens)], [8])[0].tokens == (3, 1, 2, 3, 1, 2, 3, 1)
 
 
+def test_one_token_is_worth_a_short_draft() -> None:
+    drafter = NgramDrafter(min_ngram=1)
+    assert drafter.propose([sequence_of([1, 2, 3, 4, 5, 6, 1])], [8])[0].tokens == (2, 3, 4)
+    assert drafter.propose([sequence_of([1, 2, 3, 4, 5, 6, 1, 2])], [5])[0].tokens == (3, 4, 5, 6, 1)
+
+
 def test_draft_ends_at_a_stop_token() -> None:
     tokens = [1, 2, 3, 9, 4, 5, 1, 2]
     draft = NgramDrafter().propose([sequence_of(tokens, frozenset({9}))], [5])[0]

@@ -20,7 +20,7 @@ def speculate(
     params: SamplingParams | None = None,
     *,
     drafter: str | Drafter = "ngram",
-    draft_length: int = 8,
+    draft_length: int = 10,
     max_len: int | None = None,
     eos_token_ids: Seq[int] = (),
     vocab_size: int | None = None,
@@ -33,7 +33,7 @@ def speculate(
 
     Raises InputError for bad arguments or logits of the wrong shape, NumericalError for logits that are not numbers.
     """
-    named: dict[str, Drafter] = {"ngram": NgramDrafter(), "none": NoDrafter()}
+    named: dict[str, Drafter] = {"ngram": NgramDrafter(min_ngram=1), "none": NoDrafter()}
     if isinstance(drafter, str):
         if drafter not in named:
             raise InputError(f"drafter: expected one of {', '.join(named)} or a Drafter, found {drafter!r}")

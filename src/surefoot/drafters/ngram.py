@@ -20,6 +20,7 @@ from surefoot.types import Draft
 
 MatchRule = Literal["latest", "first"]
 
+AFTER_ONE = 3  # draft tokens that a match of a single token is good for: a quarter of them begin well (docs/ngram.md)
 LONGEST = 32  # a match is measured up to this length; beyond it every match is equally good
 
 
@@ -108,7 +109,8 @@ class NgramDrafter:
 
     `max_ngram` and `min_ngram` bound the suffixes that are looked up; `match` chooses among the occurrences of one
     ("latest" suits text that changes as it grows). A draft that reaches the end of the text goes on with its own
-    tokens, which continues a text that repeats itself. It stops after a token that would end the output.
+    tokens, which continues a text that repeats itself. It stops after a token that would end the output. With
+    `min_ngram` 1, a match of one token gives a short draft, which pays where a few more tokens cost little to verify.
 
     Raises InputError for a length below 1, `max_ngram` below `min_ngram`, or an unknown rule.
     """
@@ -134,6 +136,8 @@ class NgramDrafter:
         """The draft that copies at most `depth` tokens from a match `find` has given."""
         if match is None or depth < 1:
             return Draft(source=self.name)
+        if match.length == 1:
+            depth = min(depth, AFTER_ONE)
         tokens = sequence.tokens[match.start : match.start + depth]
         period = len(sequence.tokens) - match.start
         while len(tokens) < depth:
