@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -183,10 +184,11 @@ class Engine:
             raise InputError(f"prompt: expected at most {self.target.max_len - room} tokens "
                              f"(max_len {self.target.max_len}), found {len(tokens)}")  # fmt: skip
         for index, token in enumerate(tokens):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.target.vocab_size:
+            # numbers.Integral takes NumPy's integers in.
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.target.vocab_size:
                 expected = f"a token id from 0 to {self.target.vocab_size - 1}"
                 raise InputError(f"prompt[{index}]: expected {expected}, found {token!r}")
-        return tokens
+        return [int(token) for token in tokens]
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -210,4 +212,4 @@ def parse_device(name: str) -> torch.device:
 
 
 def _is_batch(prompt: Seq[Any]) -> bool:
-    return not isinstance(prompt, Tensor) and len(prompt) > 0 and not isinstance(prompt[0], int)
+    return not isinstance(prompt, Tensor) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple, Tensor))

@@ -1,0 +1,229 @@
+"""The engine's surface: what it accepts, what it refuses and how, and what it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from surefoot import Engine, SamplingParams
+from surefoot.engine.target import PREFILL_CHUNK
+from surefoot.errors import CheckpointError, InputError, NumericalError, TokenizerError
+from surefoot.loading.tiny import Style, tiny_config, write_checkpoint
+from surefoot.model.tensors import random_tensors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config()
+    path = tmp_path_factory.mktemp("tiny")
+    write_checkpoint(path, config, random_tensors(config, seed=1))
+    return path
+
+
+def load(folder: Path, **options: Any) -> Engine:
+    return Engine.from_pretrained(folder, **{"max_len": 64, **options})
+
+
+GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_length": 0}, "draft_length: expected an integer from 1 to 63"),
+        ({"draft_length": -1}, "found -1"),
+        ({"draft_length": 2.5}, "found 2.5"),
+        ({"draft_length": True}, "found True"),
+        ({"draft_length": 1000}, "found 1000"),
+        ({"drafter": "magic"}, "drafter: expected one of none, ngram"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"device": "abacus"}, "device: expected"),
+        ({"device": "meta"}, "device: expected"),
+        ({"device": "cuda:99"}, "CUDA devices"),
+        ({"slots": 0}, "slots: expected an integer of at least 1"),
+        ({"max_len": 0}, "max_len: expected an integer of at least 1"),
+        ({"drafter": "draft-model"}, "draft_model: expected exactly with"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_read(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):  # the empty folder itself would be a CheckpointError
+        Engine.from_pretrained(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "at least one token"),
+        ([1, 260], r"prompt\[1\]: expected a token id from 0 to 259, found 260"),
+        ([-1], "found -1"),
+        ([1.0], "found 1.0"),
+        ([True], "found True"),
+        (list(range(64)), "at most 63 tokens"),
+    ],
+)
+def test_bad_prompts(folder: Path, prompt: list[Any], message: str) -> None:
+    engine = load(folder)
+    with pytest.raises(InputError, match=message):
+        engine.generate(prompt, GREEDY)
+    with pytest.raises(InputError, match=message):
+        engine.stream(prompt, GREEDY)
+    with pytest.raises(InputError, match=message):
+        engine.generate([[1, 2], prompt], GREEDY) if prompt else engine.generate([[1, 2], []], GREEDY)
+    assert engine.target.cache.length == [0]  # type: ignore[attr-defined]  # nothing half done
+    assert len(engine.generate([1, 2], GREEDY).token_ids) == 5
+
+
+def test_text_needs_a_tokenizer(folder: Path) -> None:
+    engine = load(folder)
+    with pytest.raises(TokenizerError, match="tokenizer"):
+        engine.generate("text", GREEDY)
+    with pytest.raises(TokenizerError, match="tokenizer"):
+        _ = engine.generate([1], GREEDY).text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"temperature": -0.1}, {"temperature": float("nan")},
+        {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2},
+        {"seed": -1}, {"seed": 2**64}, {"acceptance": "hopeful"}, {"stop_token_ids": (-3,)}, {"top_k": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_sampling_parameters(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(options))):
+        SamplingParams(**options)
+
+
+def test_missing_mtp_head(tmp_path: Path) -> None:
+    config = tiny_config()
+    write_checkpoint(tmp_path, config, random_tensors(config, seed=1), style=Style(mtp="missing"))
+    for drafter in ("mtp", "mtp+ngram"):
+        with pytest.raises(CheckpointError, match="mtp"):
+            load(tmp_path, drafter=drafter)
+    engine = load(tmp_path, drafter="auto")
+    assert engine.drafter.name == "ngram"
+    assert any("n-gram" in note for note in engine.notes)
+    assert len(engine.generate([1, 2], GREEDY).token_ids) == 5
+
+
+def test_auto_takes_the_head_where_there_is_one(folder: Path) -> None:
+    assert load(folder, drafter="auto").drafter.name == "mtp"
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "mtp", "mtp+ngram"])
+def test_exact_length_and_context_limit(folder: Path, drafter: str) -> None:
+    engine = load(folder, drafter=drafter, draft_length=5)
+    for count in (1, 2, 7):
+        out = engine.generate([1, 2, 3] * 4, SamplingParams(max_new_tokens=count, ignore_eos=True))
+        assert (len(out.token_ids), out.finish_reason) == (count, "length")
+    out = engine.generate([1, 2, 3] * 18, SamplingParams(max_new_tokens=1000, ignore_eos=True))
+    assert (len(out.token_ids), out.finish_reason) == (64 - 54, "length")
+    assert len(engine.generate([5] * 63, GREEDY).token_ids) == 1
+
+
+@pytest.mark.parametrize("drafter", ["none", "mtp", "mtp+ngram"])
+def test_stop_tokens_end_the_output_wherever_they_stand(folder: Path, drafter: str) -> None:
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, ignore_eos=True)
+    tokens = load(folder, drafter="none").generate([7], params).token_ids
+    engine = load(folder, drafter=drafter, draft_length=6)
+    for stop in set(tokens):
+        cut = tokens[: tokens.index(stop) + 1]
+        both = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, stop_token_ids=(stop, 259), ignore_eos=True)
+        out = engine.generate([7], both)
+        assert (out.token_ids, out.finish_reason) == (cut, "stop")
+        assert out.stats.tokens == len(cut)
+        assert 0 <= out.stats.accepted <= out.stats.proposed
+        assert out.stats.accepted <= len(cut)
+
+
+def test_model_end_of_sequence_and_ignore_eos(folder: Path) -> None:
+    engine = load(folder)
+    params = SamplingParams(max_new_tokens=20, temperature=1.0, seed=3)
+    tokens = engine.generate([7], SamplingParams(max_new_tokens=20, temperature=1.0, seed=3, ignore_eos=True)).token_ids
+    engine.eos_token_ids = (tokens[4], tokens[9])
+    out = engine.generate([7], params)
+    assert out.finish_reason == "stop"
+    assert out.token_ids == tokens[: min(tokens.index(e) for e in engine.eos_token_ids) + 1]
+
+
+def test_more_prompts_than_slots_and_params_for_each(folder: Path) -> None:
+    engine = load(folder, slots=2)
+    prompts = [[i, i + 1] for i in range(5)]
+    params = [SamplingParams(max_new_tokens=3 + i, temperature=0.5 * i, seed=i, ignore_eos=True) for i in range(5)]
+    together = engine.generate(prompts, params)
+    assert [len(out.token_ids) for out in together] == [3, 4, 5, 6, 7]
+    for prompt, own, out in zip(prompts, params, together, strict=True):
+        assert engine.generate(prompt, own).token_ids == out.token_ids
+    with pytest.raises(InputError, match="params: expected one, or one per prompt"):
+        engine.generate(prompts, params[:2])
+
+
+def test_statistics_add_up(folder: Path) -> None:
+    out = load(folder, draft_length=4).generate([3, 4, 5], SamplingParams(max_new_tokens=30, temperature=1.0,
+                                                                          ignore_eos=True))  # fmt: skip
+    stats = out.stats
+    assert stats.tokens == 30 == stats.steps + stats.accepted
+    assert stats.proposed == sum(stats.proposed_by_position) > 0
+    assert all(a <= p for a, p in zip(stats.accepted_by_position, stats.proposed_by_position, strict=True))
+    assert stats.accepted_by_position == sorted(stats.accepted_by_position, reverse=True)
+    assert stats.acceptance_rate == stats.accepted / stats.proposed
+    assert stats.tokens_per_step == 30 / stats.steps
+    assert 0 < stats.draft_s + stats.verify_s + stats.commit_s <= stats.decode_s
+    assert stats.prefill_s > 0
+
+
+def test_logits_match_what_decoding_sees(folder: Path) -> None:
+    engine = load(folder, max_len=PREFILL_CHUNK + 100)
+    tokens = [(i * i) % 260 for i in range(PREFILL_CHUNK + 50)]
+    logits = engine.logits(tokens)
+    assert logits.shape == (len(tokens), 260)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(engine.logits(tokens[:37]), logits[:37], atol=1e-3, rtol=0)
+    greedy = engine.generate(tokens[:40], SamplingParams(max_new_tokens=1, ignore_eos=True)).token_ids[0]
+    assert greedy == int(logits[39].argmax())
+    with pytest.raises(InputError, match="at least one token"):
+        engine.logits([])
+
+
+def test_nan_weights_are_an_error_and_the_engine_lives_on(tmp_path: Path) -> None:
+    config = tiny_config()
+    tensors = random_tensors(config, seed=1)
+    tensors["model.embed_tokens.weight"][13] = torch.nan
+    write_checkpoint(tmp_path, config, tensors)
+    engine = load(tmp_path, drafter="none", draft_length=0)
+    with pytest.raises(NumericalError, match="position 2"):
+        engine.generate([1, 13], GREEDY)
+    healthy = engine.generate([1, 2], SamplingParams(max_new_tokens=1, ignore_eos=True))
+    assert len(healthy.token_ids) == 1
+
+
+def test_a_stream_closed_early_leaves_the_engine_usable(folder: Path) -> None:
+    engine = load(folder, draft_length=3)
+    expected = engine.generate([1, 2, 3], GREEDY).token_ids
+    stream = engine.stream([9, 9, 9], SamplingParams(max_new_tokens=30, ignore_eos=True))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine.generate([1, 2, 3], GREEDY).token_ids == expected
+
+
+def test_records_of_a_stream_are_the_output(folder: Path) -> None:
+    engine = load(folder, draft_length=3)
+    params = SamplingParams(max_new_tokens=17, temperature=1.0, seed=5, ignore_eos=True)
+    tokens: list[int] = []
+    for record in engine.stream([4, 2], params):
+        assert record.position == 2 + len(tokens)
+        emitted = [*record.draft.tokens[: record.verdict.accepted], record.verdict.token]
+        tokens += emitted[: record.emitted]
+    assert tokens == engine.generate([4, 2], params).token_ids
+
+
+def test_tensor_prompts(folder: Path) -> None:
+    engine = load(folder)
+    prompt = torch.tensor([1, 2, 3])
+    assert engine.generate(prompt.tolist(), GREEDY).token_ids == engine.generate(prompt, GREEDY).token_ids  # type: ignore[call-overload]
