@@ -48,6 +48,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
+        """Decoder layers, the MTP head not counted."""
         return len(self.layer_types)
 
     @property
@@ -57,12 +58,15 @@ class ModelConfig:
 
     @property
     def key_width(self) -> int:
+        """Channels of all DeltaNet keys (queries have as many)."""
         return self.linear_key_heads * self.linear_key_dim
 
     @property
     def value_width(self) -> int:
+        """Channels of all DeltaNet values."""
         return self.linear_value_heads * self.linear_value_dim
 
     @property
     def conv_channels(self) -> int:
+        """Channels of the short convolution: queries, keys and values."""
         return 2 * self.key_width + self.value_width

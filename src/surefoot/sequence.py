@@ -29,6 +29,7 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
+        """The emitted tokens."""
         return self.tokens[self.prompt_length :]
 
     @property

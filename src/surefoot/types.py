@@ -6,7 +6,8 @@ One step of the loop: a drafter proposes a `Draft`, the target scores the `Windo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 

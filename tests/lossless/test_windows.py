@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ def random_config(dice: random.Random) -> ModelConfig:
     kinds: list[LayerType] = ["linear_attention", "full_attention"]
     key_heads, kv_heads, head_dim = dice.choice([1, 2, 3]), dice.choice([1, 2]), dice.choice([8, 16, 20, 32])
     moe = dice.random() < 0.3
-    return tiny_config(
+    return replace(
+        tiny_config(),
         vocab_size=dice.choice([50, 101, 256]),
         hidden_size=dice.choice([20, 32, 48, 100, 256]),
         layer_types=tuple(dice.choice(kinds) for _ in range(dice.choice([2, 3, 4]))),

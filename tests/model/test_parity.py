@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from surefoot.cache import HybridCache
-from surefoot.config import ModelConfig
+from surefoot.config import LayerType, ModelConfig
 from surefoot.loading.tiny import hf_config_dict, tiny_config
 from surefoot.model import Decoder, MTPHead, build_cache
 from surefoot.model.spans import Layout
@@ -20,7 +20,13 @@ LIMIT = 1e-3
 
 
 def make_config(ratio: int, moe: bool, tied: bool) -> ModelConfig:
-    layers = ("linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention")
+    layers: tuple[LayerType, ...] = (
+        "linear_attention",
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+        "full_attention",
+    )
     return replace(
         tiny_config(moe=moe), layer_types=layers, linear_value_heads=2 * ratio, linear_key_heads=2, tied=tied
     )

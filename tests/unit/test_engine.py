@@ -48,9 +48,7 @@ GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
         ({"drafter": "draft-model"}, "draft_model: expected exactly with"),
     ],
 )
-def test_bad_options_are_refused_before_anything_is_read(
-    tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
+def test_bad_options_are_refused_before_anything_is_read(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):  # the empty folder itself would be a CheckpointError
         Engine.from_pretrained(tmp_path, **options)
 

@@ -46,7 +46,7 @@ def run_window(x: dict[str, Tensor], state: Tensor, ahead: Tensor) -> tuple[Tens
 def test_window_and_chunk_equal_the_formula(tokens: int, ratio: int) -> None:
     x = inputs(tokens, ratio)
     expected, end = gated_delta.recurrent_reference(**x)
-    out, state = gated_delta.chunk(**x, size=16)
+    out, state = gated_delta.chunk(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], x["state"], size=16)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(state, end, atol=2e-5, rtol=2e-5)
     base, ahead = x["state"].clone(), torch.full_like(x["state"], torch.nan)
@@ -60,7 +60,7 @@ def test_window_and_chunk_equal_the_formula(tokens: int, ratio: int) -> None:
 def test_chunk_at_its_own_size(tokens: int) -> None:
     x = inputs(tokens, 2, seed=tokens)
     expected, end = gated_delta.recurrent_reference(**x)
-    out, state = gated_delta.chunk(**x)
+    out, state = gated_delta.chunk(x["q"], x["k"], x["v"], x["log_decay"], x["beta"], x["state"])
     torch.testing.assert_close(out, expected, atol=5e-5, rtol=5e-5)
     torch.testing.assert_close(state, end, atol=5e-5, rtol=5e-5)
 
@@ -75,5 +75,3 @@ def test_replay_gives_the_bits_of_single_steps(keep: int) -> None:
     _, tape = run_window(x, base, torch.empty_like(base))
     tape.replay_(base, 1, keep)
     assert torch.equal(base, single)
-
-

@@ -20,8 +20,8 @@ from surefoot.model.tensors import random_tensors
 from surefoot.sequence import Sequence
 
 
-def build(vocab_size: int = 20, **overrides: object) -> MTPHead:
-    config = tiny_config(vocab_size=vocab_size, **overrides)
+def build(mtp_layers: int = 1) -> MTPHead:
+    config = tiny_config(vocab_size=20, mtp_layers=mtp_layers)
     tensors = random_tensors(config, seed=3)
     return MTPHead(Decoder(config, tensors, max_len=256), tensors)
 

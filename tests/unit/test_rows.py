@@ -48,7 +48,7 @@ def test_by_row(function: Callable[[Tensor], Tensor], width: int) -> None:
 def test_norms(width: int) -> None:
     scale = random(width, seed=1)
     assert_rows_agree(norm.RMSNorm(scale, 1e-6), random(17, width))
-    assert_rows_agree(norm.L2Norm(torch.device('cpu')), random(17, width))
+    assert_rows_agree(norm.L2Norm(torch.device("cpu")), random(17, width))
 
 
 @pytest.mark.usefixtures("threads")
@@ -117,12 +117,16 @@ def test_rope_matches_its_formula_and_depends_on_differences_only() -> None:
             angle = torch.tensor(position * 10_000.0 ** (-2 * j / 8), dtype=torch.float64)
             a, b = x[row, :, j].double(), x[row, :, j + 4].double()
             torch.testing.assert_close(out[row, :, j].double(), a * angle.cos() - b * angle.sin(), atol=1e-6, rtol=0)
-            torch.testing.assert_close(out[row, :, j + 4].double(), b * angle.cos() + a * angle.sin(), atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                out[row, :, j + 4].double(), b * angle.cos() + a * angle.sin(), atol=1e-6, rtol=0
+            )
     assert torch.equal(out[..., 8:], x[..., 8:])
     q, k = random(1, 1, 8, seed=1), random(1, 1, 8, seed=2)
-    scores = [
-        (apply_rope_(q.clone(), *table.at(torch.tensor([p + 5]))) * apply_rope_(k.clone(), *table.at(torch.tensor([p])))).sum()
-        for p in (0, 1000, 4900)
-    ]  # fmt: skip
+
+    def score(position: int) -> Tensor:
+        here, later = (table.at(torch.tensor([p])) for p in (position, position + 5))
+        return (apply_rope_(q.clone(), *later) * apply_rope_(k.clone(), *here)).sum()
+
+    scores = [score(position) for position in (0, 1000, 4900)]
     torch.testing.assert_close(scores[0], scores[1], atol=1e-5, rtol=0)
     torch.testing.assert_close(scores[0], scores[2], atol=1e-5, rtol=0)

@@ -33,10 +33,12 @@ class HybridCache:
 
     @property
     def slots(self) -> int:
+        """Sequences that fit at once."""
         return len(self.length)
 
     @property
     def bytes_per_slot(self) -> int:
+        """Memory of one sequence's place in all layers."""
         return sum(layer.bytes_per_slot for layer in self.layers)
 
     def reset(self, slot: int) -> None:
@@ -94,7 +96,9 @@ class HybridCache:
         """Raise InputError for a slot that does not exist, or whose window waits for commit."""
         self.check_slot(slot)
         if self._window[slot]:
-            raise InputError(f"slot {slot}: expected a commit first, found {self._window[slot]} tokens of a window open")
+            raise InputError(
+                f"slot {slot}: expected a commit first, found {self._window[slot]} tokens of a window open"
+            )
 
     def check_slot(self, slot: int) -> None:
         """Raise InputError for a slot that does not exist."""

@@ -18,6 +18,7 @@ class KVCache:
 
     @property
     def bytes_per_slot(self) -> int:
+        """Memory of one sequence's keys and values."""
         return (self.keys.nbytes + self.values.nbytes) // self.keys.shape[0]
 
     def write(self, slot: int, position: int, keys: Tensor, values: Tensor) -> None:

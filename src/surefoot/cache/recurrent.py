@@ -32,6 +32,7 @@ class RecurrentCache:
 
     @property
     def bytes_per_slot(self) -> int:
+        """Memory of one sequence's two states and its strip."""
         return 2 * self.state[0].nbytes + self._strip[0].nbytes
 
     def reset(self, slot: int) -> None:

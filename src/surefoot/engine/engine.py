@@ -110,7 +110,9 @@ class Engine:
                    eos_token_ids=checkpoint.eos_token_ids, notes=notes)  # fmt: skip
 
     @overload
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation: ...
+    def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str; it is one prompt
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generation: ...
     @overload
     def generate(
         self, prompt: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -142,9 +144,7 @@ class Engine:
         results = []
         for sequence in sequences:
             assert sequence.finish_reason is not None
-            results.append(
-                Generation(sequence.output, sequence.finish_reason, stats[id(sequence)], self.tokenizer)
-            )
+            results.append(Generation(sequence.output, sequence.finish_reason, stats[id(sequence)], self.tokenizer))
         return results[0] if single else results
 
     def stream(

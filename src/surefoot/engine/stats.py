@@ -36,10 +36,12 @@ class Stats:
 
     @property
     def proposed(self) -> int:
+        """Draft tokens that verification judged."""
         return sum(self.proposed_by_position)
 
     @property
     def accepted(self) -> int:
+        """Draft tokens that were kept and emitted."""
         return sum(self.accepted_by_position)
 
     @property

@@ -39,7 +39,9 @@ class DecoderTarget:
         for window in windows:
             end = self.cache.length[window.slot] + len(window.tokens)
             if end > self.max_len:
-                raise InputError(f"window of slot {window.slot}: expected at most {self.max_len} positions, found {end}")
+                raise InputError(
+                    f"window of slot {window.slot}: expected at most {self.max_len} positions, found {end}"
+                )
         for window in windows:
             self.cache.open_window(window.slot, len(window.tokens))
         layout = Layout.of([(w.slot, self.cache.length[w.slot], len(w.tokens)) for w in windows])

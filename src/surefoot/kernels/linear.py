@@ -45,6 +45,7 @@ class PackedLinear:
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32, n >= 2 -> [n, out] float32."""
         out: Tensor = self._product(x.to(self._dtype), self._packed, None, "none", [], "")
         return out.float()
 
@@ -59,12 +60,14 @@ class BlockLinear:
         self._block = block
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32 -> [n, out] float32."""
         rows = x.shape[0]
         x = F.pad(x.to(self._weight.dtype), (0, 0, 0, -rows % self._block))
         parts = [F.linear(part, self._weight) for part in x.split(self._block)]
         return torch.cat(parts)[:rows].float() if len(parts) > 1 else parts[0][:rows].float()
 
     def bulk(self, x: Tensor) -> Tensor:
+        """One library product."""
         return F.linear(x.to(self._weight.dtype), self._weight).float()
 
 

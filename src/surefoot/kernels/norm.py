@@ -11,7 +11,7 @@ from surefoot.kernels.rows import by_row
 
 def inverse_norm(x: Tensor, floor: Tensor) -> Tensor:
     """1 / sqrt(sum(x^2) + floor) over the last axis, which is kept with size 1."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return norm.mul_(norm).add_(floor).rsqrt_()
 
 
@@ -27,6 +27,7 @@ class RMSNorm:
         self._floor = torch.tensor(eps * width, device=scale.device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [..., N] float32 -> the same shape."""
         return (x * inverse_norm(x, self._floor)).mul_(self._scale)
 
 
@@ -37,6 +38,7 @@ class L2Norm:
         self._floor = torch.tensor(eps, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """x [..., N] float32 -> the same shape."""
         return x * inverse_norm(x, self._floor)
 
 

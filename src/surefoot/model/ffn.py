@@ -37,11 +37,10 @@ class MoE:
         router = tensors[prefix + "gate.weight"]
         self._router: Linear = linear(router)
         self._shared_gate: Linear = linear(tensors[prefix + "shared_expert_gate.weight"])
-        self._shared = SwiGLU(*(tensors[prefix + f"shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")),
-                              linear)  # fmt: skip
-        gate_up = tensors[prefix + "experts.gate_up_proj"].chunk(2, dim=1)
+        self._shared = _swiglu(tensors, prefix + "shared_expert.", linear)
+        gate, up = tensors[prefix + "experts.gate_up_proj"].chunk(2, dim=1)
         down = tensors[prefix + "experts.down_proj"]
-        self._experts = [SwiGLU(*(half[e] for half in gate_up), down[e], linear) for e in range(down.shape[0])]
+        self._experts = [SwiGLU(gate[e], up[e], down[e], linear) for e in range(down.shape[0])]
 
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; each expert sees its rows as a block of its own."""
@@ -80,4 +79,9 @@ def build_ffn(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, line
     """The config's feed-forward block from tensors `prefix + ...`."""
     if config.moe is not None:
         return MoE(config, tensors, prefix, linear)
-    return SwiGLU(*(tensors[prefix + f"{n}_proj.weight"] for n in ("gate", "up", "down")), linear)
+    return _swiglu(tensors, prefix, linear)
+
+
+def _swiglu(tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> SwiGLU:
+    gate, up, down = (tensors[f"{prefix}{n}_proj.weight"] for n in ("gate", "up", "down"))
+    return SwiGLU(gate, up, down, linear)

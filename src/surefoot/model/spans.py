@@ -22,6 +22,7 @@ class Span:
 
     @property
     def rows(self) -> slice:
+        """The span's rows of the pass."""
         return slice(self.row, self.row + self.count)
 
 
