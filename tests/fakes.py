@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Scores, Window
 from surefoot.verify import choose, draft_token, probabilities
+
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
 
 Row = Callable[[tuple[int, ...]], Tensor]
 """From everything read so far to the logits [V] of what follows."""

@@ -10,6 +10,7 @@ import pytest
 from surefoot import Engine, SamplingParams
 from surefoot.loading.tiny import tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
+from tests.fakes import DEVICES
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9], [11, 12] * 20]
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
@@ -28,23 +29,26 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return folder
 
 
-def engine(folder: Path, drafter: str, draft_length: int, dtype: str, slots: int = 1) -> Engine:
+def engine(folder: Path, drafter: str, draft_length: int, dtype: str, slots: int = 1, device: str = "cpu") -> Engine:
     draft_model = folder if drafter == "draft-model" else None
     return Engine.from_pretrained(
-        folder, drafter=drafter, draft_length=draft_length, dtype=dtype, slots=slots, max_len=128,
+        folder, drafter=drafter, draft_length=draft_length, dtype=dtype, slots=slots, max_len=128, device=device,
         draft_model=draft_model,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_every_drafter_gives_the_plain_tokens(checkpoint: Path, dtype: str, params: SamplingParams) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_drafter_gives_the_plain_tokens(
+    checkpoint: Path, device: str, dtype: str, params: SamplingParams
+) -> None:
     prompts = [[t % 8 for t in prompt] for prompt in PROMPTS]
-    plain = engine(checkpoint, "none", 0, dtype)
+    plain = engine(checkpoint, "none", 0, dtype, device=device)
     expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
     accepted = dict.fromkeys(DRAFTERS, 0)
     for drafter in DRAFTERS:
-        ours = engine(checkpoint, drafter, 1, dtype, slots=2)
+        ours = engine(checkpoint, drafter, 1, dtype, slots=2, device=device)
         for draft_length in (1, 2, 5, 8) if dtype == "float32" else (3, 8):
             ours.draft_length = draft_length
             together = ours.generate(prompts, params)

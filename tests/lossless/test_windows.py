@@ -21,6 +21,7 @@ from surefoot.loading.tiny import tiny_config
 from surefoot.model import Decoder
 from surefoot.model.tensors import random_tensors
 from surefoot.types import Window
+from tests.fakes import DEVICES
 
 SLOTS, LENGTH = 3, 60
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,10 +50,10 @@ def random_config(dice: random.Random) -> ModelConfig:
     )
 
 
-def random_decoder(seed: int, dtype: torch.dtype) -> Decoder:
+def random_decoder(seed: int, dtype: torch.dtype, device: str = "cpu") -> Decoder:
     config = random_config(random.Random(seed))
     kept = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
-    tensors = {n: t if n.endswith(kept) else t.to(dtype) for n, t in random_tensors(config, seed).items()}
+    tensors = {n: t if n.endswith(kept) else t.to(dtype) for n, t in random_tensors(config, seed, device).items()}
     return Decoder(config, tensors, max_len=128)
 
 
@@ -76,12 +77,13 @@ def plain(target: DecoderTarget, prompt: list[int], tokens: list[int]) -> list[T
     return rows
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(14))
 @torch.inference_mode()
-def test_windows_equal_single_steps(seed: int, dtype: torch.dtype) -> None:
+def test_windows_equal_single_steps(seed: int, dtype: torch.dtype, device: str) -> None:
     dice = random.Random(1000 + seed)
-    decoder = random_decoder(seed, dtype)
+    decoder = random_decoder(seed, dtype, device)
     vocab = decoder.config.vocab_size
     target, alone = DecoderTarget(decoder, SLOTS), DecoderTarget(decoder, 1)
     tokens = [[dice.randrange(vocab) for _ in range(LENGTH)] for _ in range(SLOTS)]

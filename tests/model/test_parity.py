@@ -16,6 +16,7 @@ from surefoot.model import Decoder, MTPHead, build_cache
 from surefoot.model.spans import Layout
 from surefoot.model.tensors import random_tensors
 
+CPU = torch.device("cpu")
 LIMIT = 1e-3
 
 
@@ -61,7 +62,7 @@ def decoded(decoder: Decoder, cache: HybridCache, tokens: list[int], windows: li
     rows, done = [], 0
     for window in windows:
         cache.open_window(0, window)
-        hidden = decoder.decode(tokens[done : done + window], cache, Layout.of([(0, cache.length[0], window)]))
+        hidden = decoder.decode(tokens[done : done + window], cache, Layout.of([(0, cache.length[0], window)], CPU))
         rows.append(decoder.logits(hidden)[:window])
         cache.commit(0, window)
         done += window
@@ -142,6 +143,6 @@ def test_mtp_head_agrees_with_transformers_layers(moe: bool) -> None:
     following = tokens[1:].tolist()
     torch.testing.assert_close(head.prefill(hidden, following, lane, 0, 0), expected, atol=LIMIT, rtol=0)
     got = torch.cat([
-        head.decode(hidden[p : p + 4], following[p : p + 4], lane, Layout.of([(0, p, 4)])) for p in range(0, 40, 4)
+        head.decode(hidden[p : p + 4], following[p : p + 4], lane, Layout.of([(0, p, 4)], CPU)) for p in range(0, 40, 4)
     ])  # fmt: skip
     torch.testing.assert_close(got, expected, atol=LIMIT, rtol=0)

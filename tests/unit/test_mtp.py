@@ -19,6 +19,8 @@ from surefoot.model.spans import Layout
 from surefoot.model.tensors import random_tensors
 from surefoot.sequence import Sequence
 
+CPU = torch.device("cpu")
+
 
 def build(mtp_layers: int = 1) -> MTPHead:
     config = tiny_config(vocab_size=20, mtp_layers=mtp_layers)
@@ -38,7 +40,7 @@ def test_roll_back_and_replay_equal_a_fresh_lane() -> None:
     used, fresh = head.build_lane(1), head.build_lane(1)
 
     def forward(lane: KVCache, token: int, position: int) -> torch.Tensor:
-        out = head.decode(hidden, [token], lane, Layout.of([(0, position, 1)]))
+        out = head.decode(hidden, [token], lane, Layout.of([(0, position, 1)], CPU))
         return head.decoder.logits(out)[0]
 
     for token, position in ((1, 0), (2, 1), (3, 2)):

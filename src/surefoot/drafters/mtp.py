@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from surefoot.errors import InputError
+from surefoot.kernels.rows import padded_rows
 from surefoot.model import MTPHead
-from surefoot.model.spans import Layout
+from surefoot.model.spans import Layout, into_passes
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
 from surefoot.verify import draft_token
 
-BULK_ROWS = 32  # observed rows from which the lane is filled by a prefill pass at once
+BULK_ROWS = 16  # observed rows above which the lane is filled by a prefill pass at once
 
 
 class MTPDrafter:
@@ -63,7 +64,9 @@ class MTPDrafter:
             self._pending[chain.sequence.slot] = None
         running = chains
         while running:
-            running = self._extend(running)
+            counts = [chain.hidden.shape[0] for chain in running]
+            passes = into_passes(running, counts, self._head.decoder.device)
+            running = [chain for part in passes for chain in self._extend(part)]
         by_slot = {chain.sequence.slot: chain.draft() for chain in chains}
         return [by_slot.get(sequence.slot, Draft(source=self.name)) for sequence in sequences]
 
@@ -73,12 +76,14 @@ class MTPDrafter:
 
     def _extend(self, chains: list[_Chain]) -> list[_Chain]:
         """Draft one more token for each chain in one pass; returns those that go on."""
-        layout = Layout.of([(c.sequence.slot, c.position, c.hidden.shape[0]) for c in chains])
+        decoder = self._head.decoder
+        layout = Layout.of([(c.sequence.slot, c.position, c.hidden.shape[0]) for c in chains], decoder.device)
         hidden = torch.cat([c.hidden for c in chains])
         out = self._head.decode(hidden, [t for c in chains for t in c.following()], self._lane, layout)
         last = [span.row + span.count - 1 for span in layout.spans]
-        out = out[last * 2 if len(last) == 1 else last]
-        logits = self._head.decoder.logits(out)
+        padding = padded_rows(len(last), decoder.device) - len(last)
+        out = out[last + last[:1] * padding]
+        logits = decoder.logits(out)
         return [c for c, row, h in zip(chains, logits, out, strict=False) if c.accepts(row, h, self._min_confidence)]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
+
 from surefoot.cache.recurrent import MAX_WINDOW
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.errors import CheckpointError, InputError
+from surefoot.kernels.rows import rows_of_a_pass
 from surefoot.model import MTPHead
 from surefoot.types import Drafter
 
@@ -18,11 +21,11 @@ NAMES = get_args(DrafterName)
 NEED_HEAD = ("mtp", "mtp+ngram")
 
 
-def check_drafter(drafter: str | Drafter, draft_length: int) -> None:
-    """Raise InputError for an unknown drafter or a draft length that cannot be used."""
+def check_drafter(drafter: str | Drafter, draft_length: int, device: torch.device) -> None:
+    """Raise InputError for an unknown drafter or a draft length that cannot be used on the device."""
     if isinstance(drafter, str) and drafter not in NAMES:
         raise InputError(f"drafter: expected one of {', '.join(NAMES)} or a Drafter, found {drafter!r}")
-    low, high = (0 if drafter == "none" else 1), MAX_WINDOW - 1
+    low, high = (0 if drafter == "none" else 1), (rows_of_a_pass(device) or MAX_WINDOW) - 1
     if isinstance(draft_length, bool) or not isinstance(draft_length, int) or not low <= draft_length <= high:
         plain = " (drafter='none' decodes plainly)" if low else ""
         raise InputError(f"draft_length: expected an integer from {low} to {high}{plain}, found {draft_length!r}")

@@ -47,7 +47,6 @@ class Engine:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
     ) -> None:
-        check_drafter(drafter.name if drafter.name == "none" else drafter, draft_length)
         self.target = target
         self.drafter = drafter
         self.draft_length = draft_length
@@ -78,8 +77,8 @@ class Engine:
 
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
         """
-        check_drafter(drafter, draft_length)
         torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
+        check_drafter(drafter, draft_length, torch_device)
         for name, value in (("slots", slots), ("max_len", max_len)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name}: expected an integer of at least 1, found {value!r}")

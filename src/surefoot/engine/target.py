@@ -10,8 +10,9 @@ from torch import Tensor
 
 from surefoot.cache.hybrid import Snapshot
 from surefoot.errors import InputError
+from surefoot.kernels.rows import rows_of_a_pass
 from surefoot.model import Decoder, build_cache
-from surefoot.model.spans import Layout
+from surefoot.model.spans import Layout, into_passes
 from surefoot.types import Scores, Window
 
 PREFILL_CHUNK = 512
@@ -36,7 +37,11 @@ class DecoderTarget:
 
     def verify(self, windows: Seq[Window]) -> list[Scores]:
         """Read every window and score its tokens."""
+        limit = rows_of_a_pass(self.decoder.device)
         for window in windows:
+            if limit is not None and len(window.tokens) > limit:
+                raise InputError(f"window of slot {window.slot}: expected at most {limit} tokens on this device, "
+                                 f"found {len(window.tokens)}")  # fmt: skip
             end = self.cache.length[window.slot] + len(window.tokens)
             if end > self.max_len:
                 raise InputError(
@@ -44,7 +49,12 @@ class DecoderTarget:
                 )
         for window in windows:
             self.cache.open_window(window.slot, len(window.tokens))
-        layout = Layout.of([(w.slot, self.cache.length[w.slot], len(w.tokens)) for w in windows])
+        passes = into_passes(windows, [len(window.tokens) for window in windows], self.decoder.device)
+        return [scores for part in passes for scores in self._score_pass(part)]
+
+    def _score_pass(self, windows: Seq[Window]) -> list[Scores]:
+        parts = [(w.slot, self.cache.length[w.slot], len(w.tokens)) for w in windows]
+        layout = Layout.of(parts, self.decoder.device)
         hidden = self.decoder.decode([token for w in windows for token in w.tokens], self.cache, layout)
         logits = self.decoder.logits(hidden)
         return [Scores(logits[span.rows], hidden[span.rows]) for span in layout.spans]

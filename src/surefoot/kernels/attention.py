@@ -13,8 +13,9 @@ from torch import Tensor
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """One query [H, D] over keys, values [Hkv, L, D] -> [H, D]; query head j reads head j // (H / Hkv)."""
+    query = query.to(keys.dtype)
     out = F.scaled_dot_product_attention(query[None, :, None], keys[None], values[None], enable_gqa=True)
-    return out[0, :, 0]
+    return out[0, :, 0].float()
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -22,6 +23,6 @@ def attend_chunk(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     count, length = query.shape[0], keys.shape[1]
     mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril_(length - count)
     out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+        query.to(keys.dtype).transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).float()

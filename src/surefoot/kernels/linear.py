@@ -5,7 +5,8 @@
 - `PackedLinear` (CPU): oneDNN with weights laid out in advance. From two rows on, its rows agree bit for bit at every
   count (checked on this machine for every shape when a model is built), and it reads weights at memory speed where
   `F.linear` reaches a third of it.
-- `BlockLinear` (CUDA, and CPUs or dtypes without the above): `F.linear` on blocks of one fixed row count.
+- `BlockLinear` (CUDA, and CPUs or dtypes without the above): `F.linear` on blocks of one fixed row count. A tensor-core
+  tile treats its rows alike; float32 products on a GPU do not, so there, as on the CPU, a block is one row.
 
 Both take and return float32; the weights' dtype is that of the product. A pass of many rows that never needs to agree
 with a smaller one (prefill) uses `bulk`.
@@ -19,10 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.kernels.rows import MIN_ROWS
+from surefoot.kernels.rows import CUDA_ROWS, MIN_ROWS
 
-CUDA_BLOCK = 16  # rows of one tensor-core tile
-CPU_BLOCK = 1  # exact by construction
+SINGLE = 1  # exact by construction
 PROBE_ROWS = (2, 3, 4, 5, 7, 8, 9, 16, 17)
 
 
@@ -63,7 +63,8 @@ class BlockLinear:
         """x [n, in] float32 -> [n, out] float32."""
         rows = x.shape[0]
         x = F.pad(x.to(self._weight.dtype), (0, 0, 0, -rows % self._block))
-        parts = [F.linear(part, self._weight) for part in x.split(self._block)]
+        # Each block in memory of its own: a library may choose its kernel by the alignment of what it is given.
+        parts = [F.linear(part.clone(), self._weight) for part in x.split(self._block)]
         return torch.cat(parts)[:rows].float() if len(parts) > 1 else parts[0][:rows].float()
 
     def bulk(self, x: Tensor) -> Tensor:
@@ -82,14 +83,14 @@ class LinearFactory:
         are one product."""
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         if weight.is_cuda:
-            return BlockLinear(weight, CUDA_BLOCK)
+            return BlockLinear(weight, SINGLE if weight.dtype == torch.float32 else CUDA_ROWS)
         packed = try_pack(weight)
         if packed is None:
-            return BlockLinear(weight, CPU_BLOCK)
+            return BlockLinear(weight, SINGLE)
         shape = (weight.shape[0], weight.shape[1])
         if shape not in self._packs:
             self._packs[shape] = rows_agree(packed, weight.shape[1])
-        return packed if self._packs[shape] else BlockLinear(weight, CPU_BLOCK)
+        return packed if self._packs[shape] else BlockLinear(weight, SINGLE)
 
 
 def try_pack(weight: Tensor) -> PackedLinear | None:

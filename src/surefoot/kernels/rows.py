@@ -15,11 +15,17 @@ from torch import Tensor
 LANES = 32  # two AVX-512 registers of float32: the step of PyTorch's vector loop
 GRAIN = 32768  # elements below which PyTorch keeps an elementwise function on one thread
 MIN_ROWS = 2  # reductions over a single row and one-row matrix products take other code paths
+CUDA_ROWS = 16  # rows of every pass on a GPU, where a reduction is laid out by the number of its results
 
 
-def padded_rows(rows: int) -> int:
+def padded_rows(rows: int, device: torch.device) -> int:
     """How many rows a decode or verify pass carries for `rows` real ones."""
-    return max(rows, MIN_ROWS)
+    return -(-rows // CUDA_ROWS) * CUDA_ROWS if device.type == "cuda" else max(rows, MIN_ROWS)
+
+
+def rows_of_a_pass(device: torch.device) -> int | None:
+    """How many real rows a pass may hold and keep the promise; None if any number."""
+    return CUDA_ROWS if device.type == "cuda" else None
 
 
 def lane_multiple(width: int) -> int:

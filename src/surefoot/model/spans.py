@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from surefoot.kernels.rows import padded_rows
+from surefoot.kernels.rows import padded_rows, rows_of_a_pass
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,13 @@ class Layout:
     rows: int
 
     @classmethod
-    def of(cls, parts: Seq[tuple[int, int, int]]) -> Layout:
+    def of(cls, parts: Seq[tuple[int, int, int]], device: torch.device) -> Layout:
         """From (slot, position of the first token, number of tokens) for each sequence."""
         spans, row = [], 0
         for slot, position, count in parts:
             spans.append(Span(slot, position, row, count))
             row += count
-        return cls(tuple(spans), padded_rows(row))
+        return cls(tuple(spans), padded_rows(row, device))
 
     def positions(self, device: torch.device) -> Tensor:
         """The position of every row [rows]; 0 for padding."""
@@ -53,3 +56,19 @@ class Layout:
         if padding:
             parts = [*parts, parts[0].new_zeros(padding, *parts[0].shape[1:])]
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+def into_passes(items: Seq[Item], counts: Seq[int], device: torch.device) -> list[list[Item]]:
+    """Items of `counts` rows each, in order, in groups that one pass may hold."""
+    limit = rows_of_a_pass(device)
+    if limit is None:
+        return [list(items)] if items else []
+    groups: list[list[Item]] = []
+    room = 0
+    for item, count in zip(items, counts, strict=True):
+        if count > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(item)
+        room -= count
+    return groups
