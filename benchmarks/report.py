@@ -1,4 +1,4 @@
-"""What a benchmark run found, and the page that shows it; `python -m benchmarks.report FILE.json...` prints it again."""
+"""What a benchmark run found, and the page of it, which `python -m benchmarks.report FILE.json...` prints again."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
+from surefoot.drafters.mtp import MTPDrafter
 from surefoot.engine.target import DecoderTarget
 from surefoot.model import MTPHead
-from surefoot.model.spans import Layout
 from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
 from surefoot.types import Window
-from surefoot.verify import draft_token
 
 Action = Callable[[], object]
 
@@ -53,21 +53,24 @@ def fill(target: DecoderTarget, context: int) -> None:
 
 
 def step_actions(target: DecoderTarget, head: MTPHead, sizes: Seq[int], context: int) -> dict[str, Action]:
-    """ "verify N": a pass over N tokens and the commit of all of them, whose bookkeeping the next pass pays for;
-    "draft": one step of the head with the LM head and the choice of a token. For a target filled to `context`; rewind
-    it between turns."""
+    """What a step is made of, for a target filled to `context` that is rewound between turns.
+
+    "verify N" is a pass over N tokens and the commit of all of them, whose bookkeeping the next pass pays for; "draft" is
+    one step of the head, with the LM head and the choice of a token.
+    """
     tokens = random_tokens(target.vocab_size, max(sizes))
-    lane = head.build_lane(1)
+    drafter = MTPDrafter(head, slots=1)
     hidden = torch.randn(1, head.config.hidden_size, generator=torch.Generator().manual_seed(2))
-    params = SamplingParams()
+    text = random_tokens(target.vocab_size, context + 2)
+    sequence = Sequence(0, text, SamplingParams(), limit=target.max_len)
 
     def verify(size: int) -> None:
         target.verify([Window(0, tuple(tokens[:size]))])
         target.commit(0, size)
 
     def draft() -> None:
-        out = head.decode(hidden, tokens[:1], lane, Layout.of([(0, context, 1)], torch.device("cpu")))
-        draft_token(head.decoder.logits(out[[0, 0]])[0], params, context + 1, context)
+        drafter.observe(sequence, context, hidden)
+        drafter.propose([sequence], [1])
 
     return {**{f"verify {size}": partial(verify, size) for size in sizes}, "draft": draft}
 
