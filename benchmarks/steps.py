@@ -55,8 +55,8 @@ def fill(target: DecoderTarget, context: int) -> None:
 def step_actions(target: DecoderTarget, head: MTPHead, sizes: Seq[int], context: int) -> dict[str, Action]:
     """What a step is made of, for a target filled to `context` that is rewound between turns.
 
-    "verify N" is a pass over N tokens and the commit of all of them, whose bookkeeping the next pass pays for; "draft" is
-    one step of the head, with the LM head and the choice of a token.
+    "verify N" is a pass over N tokens and the commit of all of them, whose bookkeeping the next pass pays for; "draft"
+    is one step of the head, with the LM head and the choice of a token.
     """
     tokens = random_tokens(target.vocab_size, max(sizes))
     drafter = MTPDrafter(head, slots=1)
