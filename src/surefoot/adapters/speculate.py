@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import cast
 
+import torch
+
 from surefoot.adapters.callable_target import CallableTarget, Forward
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import Engine, Generation
+from surefoot.engine.drafting import check_drafter
 from surefoot.errors import InputError
 from surefoot.sampling import SamplingParams
 from surefoot.types import Drafter, Target
@@ -38,6 +41,7 @@ def speculate(
         if drafter not in named:
             raise InputError(f"drafter: expected one of {', '.join(named)} or a Drafter, found {drafter!r}")
         drafter = named[drafter]
+    check_drafter(drafter.name if drafter.name == "none" else drafter, draft_length, torch.device("cpu"))
     target = as_target(forward, max_len, vocab_size)
     eos = tuple(eos_token_ids) or tuple(getattr(target, "eos_token_ids", ()))
     return Engine(target, drafter, draft_length, eos_token_ids=eos).generate(list(prompt_tokens), params)

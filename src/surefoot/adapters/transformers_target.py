@@ -133,7 +133,7 @@ class TransformersTarget:
     def _forward(self, slot: int, tokens: Seq[int], positions: Seq[int], window: bool) -> Tensor:
         device = self._model.device
         if self._pass is not None:
-            self._pass.start, self._pass.window = self._caches[slot].get_seq_length(), window
+            self._pass.begin(self._caches[slot].get_seq_length(), window)
         answer = self._model(
             input_ids=torch.tensor([tokens], device=device),
             position_ids=torch.tensor([positions], device=device),
