@@ -34,11 +34,9 @@ def run_window(x: dict[str, Tensor], state: Tensor, ahead: Tensor) -> tuple[Tens
 
     kq = torch.stack([x["k"], x["q"]], dim=2)
     decay = spread(x["log_decay"].exp())
-    read, delta, tape = gated_delta.run_window(
-        kq, x["v"].reshape(tokens, HK, 1, -1), decay, spread(x["beta"]), state, ahead
-    )
-    overlap = (x["q"] * x["k"]).sum(-1)[..., None, None]
-    return (decay * read + overlap * delta).view(tokens, HK * ratio, DV), tape
+    window = gated_delta.WindowPass(kq, x["v"].reshape(tokens, HK, 1, -1), decay, spread(x["beta"]))
+    tape = window.run(slice(0, tokens), state, ahead)
+    return window.output().view(tokens, HK * ratio, DV), tape
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

@@ -4,9 +4,9 @@ Per value head, with state S [Dk, Dv], decay a = exp(g), and unit-norm key k and
 
     S <- a S;   delta = beta (v - k^T S);   S <- S + k delta^T;   o = q^T S
 
-`recurrent_reference` is that, word for word. `Window` is the same arithmetic arranged for few tokens: k^T S and q^T S
-are read in one pass over the state before it decays. `chunk` is the parallel form for prefill (reference section 3.5
-of the paper's chunkwise algorithm).
+`recurrent_reference` is that, word for word. `WindowPass` is the same arithmetic arranged for few tokens: k^T S and
+q^T S are read in one pass over the state before it decays. `chunk` is the parallel form for prefill
+(the paper's chunkwise algorithm).
 
 Heads are grouped: value heads h with the same key head h // r stand side by side, so states are [Hk, Dk, r * Dv], a
 key head's product serves its r value heads, and nothing is repeated.
@@ -52,36 +52,50 @@ class Tape:
         return len(self.keys)
 
     def replay_(self, state: Tensor, start: int, stop: int) -> None:
-        """Apply tokens start .. stop - 1 to the state in place, by the operations that `run_window` used."""
+        """Apply tokens start .. stop - 1 to the state in place, by the operations that the window used."""
         for t in range(start, stop):
             state.mul_(self.decays[t]).addcmul_(self.keys[t], self.deltas[t])
 
 
-def run_window(
-    kq: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, ahead: Tensor
-) -> tuple[Tensor, Tensor, Tape]:
-    """Run W tokens, the first of which is certain and the others a draft.
+class WindowPass:
+    """The delta rule over the rows of one pass: windows of several sequences, one row a token.
 
-    kq [W, Hk, 2, Dk] (key, query), v, decay, beta [W, Hk, 1, r * Dv]. The first token is applied to `state` in place;
-    the state after the whole window is left in `ahead` (untouched when W = 1). Returns the two parts of the output
-    that need the state, q^T S before each token and delta, both [W, Hk, 1, r * Dv], and the tape.
+    kq [n, Hk, 2, Dk] (key, query), v, decay, beta [n, Hk, 1, r * Dv]. `run` advances one sequence's states over its
+    rows; when all have run, `output` is o of every row. What needs no state is computed for all rows at once.
     """
-    window = kq.shape[0]
-    read = torch.empty(window, kq.shape[1], 2, state.shape[-1], device=state.device)
-    delta = torch.empty(v.shape, device=state.device)
-    tape = Tape(kq[:, :, 0].unsqueeze(-1).unbind(0), delta.unbind(0), decay.unbind(0))
-    wanted, pull = (beta * v).unbind(0), (beta * decay).unbind(0)
-    pulled = read[:, :, :1].unbind(0)  # k^T S of each token
-    current = state
-    for t, (rows, out) in enumerate(zip(kq.unbind(0), read.unbind(0), strict=True)):
-        torch.bmm(rows, current, out=out)
-        torch.addcmul(wanted[t], pull[t], pulled[t], value=-1, out=tape.deltas[t])
-        if t == 1:
-            current = torch.mul(state, tape.decays[t], out=ahead)
-        else:
-            current.mul_(tape.decays[t])
-        current.addcmul_(tape.keys[t], tape.deltas[t])
-    return read[:, :, 1:], delta, tape
+
+    def __init__(self, kq: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
+        self._kq, self._decay = kq, decay
+        read = kq.new_zeros(*kq.shape[:3], v.shape[-1])
+        pulled, self._read = read.split(1, dim=2)  # k^T S and q^T S, both before the token
+        self._delta = torch.zeros_like(v)
+        columns = (kq, kq[:, :, 0].unsqueeze(-1), decay, beta * v, beta * decay, read, pulled, self._delta)
+        self._rows = list(zip(*(column.unbind(0) for column in columns), strict=True))
+
+    def run(self, rows: slice, state: Tensor, ahead: Tensor) -> Tape:
+        """Run the window in `rows`, whose first token is certain and the others a draft.
+
+        The first token is applied to `state` in place; the state after the whole window is left in `ahead` (untouched
+        by a window of one). Returns the tape.
+        """
+        window = self._rows[rows]
+        current = state
+        for index, (kq, key, decay, wanted, pull, read, pulled, delta) in enumerate(window):
+            torch.bmm(kq, current, out=read)
+            torch.addcmul(wanted, pull, pulled, value=-1, out=delta)
+            if index == 1:
+                current = torch.mul(state, decay, out=ahead)
+            else:
+                current.mul_(decay)
+            current.addcmul_(key, delta)
+        _, keys, decays, _, _, _, _, deltas = zip(*window, strict=True)
+        return Tape(keys, deltas, decays)
+
+    def output(self) -> Tensor:
+        """o [n, Hk, 1, r * Dv]: q^T S after the update, which is decay * (q^T S before it) + (q . k) delta."""
+        overlap = (self._kq[:, :, :1] * self._kq[:, :, 1:]).sum(-1, keepdim=True)
+        out: Tensor = self._read * self._decay
+        return out.add_(self._delta * overlap)
 
 
 def chunk(

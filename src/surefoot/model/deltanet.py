@@ -43,19 +43,11 @@ class DeltaNet:
         key_query, value = self._heads(by_row(F.silu, mixed))
         decay = self._spread(by_row(torch.exp, self._log_decay(a)))
         beta = self._spread(by_row(torch.sigmoid, b))
-        reads, deltas = [], []
+        window = gated_delta.WindowPass(key_query, value, decay, beta)
         for span in layout.spans:
-            rows, slot = span.rows, span.slot
-            read, delta, tape = gated_delta.run_window(
-                key_query[rows], value[rows], decay[rows], beta[rows], cache.state[slot], cache.ahead[slot]
-            )
-            cache.open_window(slot, tape)
-            reads.append(read)
-            deltas.append(delta)
-        # q^T S after the update, from q^T S before it: decay * (q^T S) + (q . k) delta.
-        overlap = (key_query[:, :, :1] * key_query[:, :, 1:]).sum(-1, keepdim=True)
-        out = (layout.join(reads) * decay).add_(layout.join(deltas) * overlap).flatten(1)
-        return self._out(self._norm(out, z))
+            tape = window.run(span.rows, cache.state[span.slot], cache.ahead[span.slot])
+            cache.open_window(span.slot, tape)
+        return self._out(self._norm(window.output().flatten(1), z))
 
     def prefill(self, x: Tensor, cache: RecurrentCache, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
