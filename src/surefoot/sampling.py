@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -34,6 +35,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop_token_ids, Iterable) or isinstance(self.stop_token_ids, str):
+            raise InputError(f"stop_token_ids: expected token ids, found {self.stop_token_ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _require_int("max_new_tokens", self.max_new_tokens, low=1)
         _require_int("top_k", self.top_k, low=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,18 @@ import pytest
 import torch
 
 from surefoot import Engine, SamplingParams
+from surefoot.drafters.none import NoDrafter
 from surefoot.engine.target import PREFILL_CHUNK
 from surefoot.errors import CheckpointError, InputError, NumericalError, TokenizerError
 from surefoot.loading.tiny import Style, tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
+from surefoot.sequence import Sequence
+from surefoot.types import Draft
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny_config()
+    config = tiny_config(max_positions=1024)
     path = tmp_path_factory.mktemp("tiny")
     write_checkpoint(path, config, random_tensors(config, seed=1))
     return path
@@ -90,6 +94,7 @@ def test_text_needs_a_tokenizer(folder: Path) -> None:
         {"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"temperature": -0.1}, {"temperature": float("nan")},
         {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2},
         {"seed": -1}, {"seed": 2**64}, {"acceptance": "hopeful"}, {"stop_token_ids": (-3,)}, {"top_k": True},
+        {"stop_token_ids": 5}, {"stop_token_ids": "ab"},
     ],
     ids=str,
 )  # fmt: skip
@@ -225,3 +230,52 @@ def test_tensor_prompts(folder: Path) -> None:
     engine = load(folder)
     prompt = torch.tensor([1, 2, 3])
     assert engine.generate(prompt.tolist(), GREEDY).token_ids == engine.generate(prompt, GREEDY).token_ids  # type: ignore[call-overload]
+
+
+def test_an_open_stream_keeps_its_slots(folder: Path) -> None:
+    """Anything else on the same engine would read into the stream's slot."""
+    engine = load(folder, draft_length=3)
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    expected = engine.generate([9, 8, 7], params).token_ids
+    stream = engine.stream([9, 8, 7], params)
+    first = next(stream)
+    for call in (lambda: engine.generate([1], params), lambda: engine.logits([1]), lambda: next(engine.stream([1]))):
+        with pytest.raises(InputError, match="open stream"):
+            call()
+    for _ in stream:
+        pass
+    assert first.sequence.output == expected
+    assert engine.generate([9, 8, 7], params).token_ids == expected
+
+
+def test_max_len_is_bounded_by_the_model(folder: Path) -> None:
+    engine = Engine.from_pretrained(folder, max_len=100_000)
+    assert engine.target.max_len == 1024
+    assert any("max_len" in note for note in engine.notes)
+
+
+def test_a_head_of_two_layers_is_refused_or_passed_over(tmp_path: Path) -> None:
+    config = tiny_config(mtp_layers=2)
+    write_checkpoint(tmp_path, config, random_tensors(config, seed=1))
+    with pytest.raises(CheckpointError, match="one layer, found 2"):
+        load(tmp_path, drafter="mtp")
+    assert load(tmp_path, drafter="auto").drafter.name == "ngram"
+    assert load(tmp_path, drafter="none").drafter.name == "none"
+
+
+def test_a_drafter_that_oversteps_is_stopped(folder: Path) -> None:
+    class Eager(NoDrafter):
+        name = "eager"
+
+        def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+            return [Draft((1,) * (depth + 1), source=self.name) for depth in depths]
+
+    with pytest.raises(InputError, match="'eager': expected at most 3 tokens, found 4"):
+        load(folder, drafter=Eager(), draft_length=3).generate([1, 2], GREEDY)
+
+
+@pytest.mark.parametrize("draft_length", [-1, 0, 100, "x"])
+def test_the_constructor_checks_too(folder: Path, draft_length: Any) -> None:
+    engine = load(folder, drafter="ngram")
+    with pytest.raises(InputError, match="draft_length"):
+        Engine(engine.target, engine.drafter, draft_length)

@@ -11,7 +11,6 @@ from surefoot.adapters.callable_target import CallableTarget, Forward
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import Engine, Generation
-from surefoot.engine.drafting import check_drafter
 from surefoot.errors import InputError
 from surefoot.sampling import SamplingParams
 from surefoot.types import Drafter, Target
@@ -19,7 +18,7 @@ from surefoot.types import Drafter, Target
 
 def speculate(
     forward: Forward | Target,
-    prompt_tokens: Seq[int],
+    prompt_tokens: Seq[int] | torch.Tensor,
     params: SamplingParams | None = None,
     *,
     drafter: str | Drafter = "ngram",
@@ -41,10 +40,10 @@ def speculate(
         if drafter not in named:
             raise InputError(f"drafter: expected one of {', '.join(named)} or a Drafter, found {drafter!r}")
         drafter = named[drafter]
-    check_drafter(drafter.name if drafter.name == "none" else drafter, draft_length, torch.device("cpu"))
     target = as_target(forward, max_len, vocab_size)
     eos = tuple(eos_token_ids) or tuple(getattr(target, "eos_token_ids", ()))
-    return Engine(target, drafter, draft_length, eos_token_ids=eos).generate(list(prompt_tokens), params)
+    prompt = prompt_tokens.tolist() if isinstance(prompt_tokens, torch.Tensor) else list(prompt_tokens)
+    return Engine(target, drafter, draft_length, eos_token_ids=eos).generate([prompt], params)[0]
 
 
 def as_target(forward: Forward | Target, max_len: int | None, vocab_size: int | None) -> Target:

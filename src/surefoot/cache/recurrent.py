@@ -48,7 +48,8 @@ class RecurrentCache:
         return self._strip[slot][offset : offset + self._past]
 
     def open_strip(self, slot: int, inputs: Tensor) -> Tensor:
-        """Append the window's inputs [W, C] after the committed past; returns both, [conv_width - 1 + W, C]."""
+        """Append the window's inputs [n, C] after the committed past; returns both, [conv_width - 1 + n, C]. Rows
+        behind the window (padding) do no harm: they are never kept."""
         stop = self._offset[slot] + self._past + inputs.shape[0]
         if stop > STRIP_ROWS:
             self.set_past(slot, self.conv_past(slot).clone())

@@ -21,10 +21,15 @@ NAMES = get_args(DrafterName)
 NEED_HEAD = ("mtp", "mtp+ngram")
 
 
-def check_drafter(drafter: str | Drafter, draft_length: int, device: torch.device) -> None:
-    """Raise InputError for an unknown drafter or a draft length that cannot be used on the device."""
+def check_drafter(drafter: str | Drafter) -> str:
+    """The drafter's name. Raises InputError for a name that stands for none."""
     if isinstance(drafter, str) and drafter not in NAMES:
         raise InputError(f"drafter: expected one of {', '.join(NAMES)} or a Drafter, found {drafter!r}")
+    return drafter if isinstance(drafter, str) else drafter.name
+
+
+def check_draft_length(drafter: str, draft_length: int, device: torch.device) -> None:
+    """Raise InputError for a draft length that the drafter of this name cannot use on the device."""
     low, high = (0 if drafter == "none" else 1), (rows_of_a_pass(device) or MAX_WINDOW) - 1
     if isinstance(draft_length, bool) or not isinstance(draft_length, int) or not low <= draft_length <= high:
         plain = " (drafter='none' decodes plainly)" if low else ""

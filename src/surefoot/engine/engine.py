@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from numbers import Integral
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from surefoot.drafters.draft_model import DraftModelDrafter
-from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_drafter
+from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_draft_length, check_drafter
 from surefoot.engine.generation import Generation
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Progress, run
@@ -47,6 +47,8 @@ class Engine:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
     ) -> None:
+        device = target.decoder.device if isinstance(target, DecoderTarget) else torch.device("cpu")
+        check_draft_length(drafter.name, draft_length, device)
         self.target = target
         self.drafter = drafter
         self.draft_length = draft_length
@@ -54,6 +56,7 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
         self.clock = Clock()
+        self._busy = False
 
     @classmethod
     def from_pretrained(
@@ -78,7 +81,7 @@ class Engine:
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
         """
         torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
-        check_drafter(drafter, draft_length, torch_device)
+        check_draft_length(check_drafter(drafter), draft_length, torch_device)
         for name, value in (("slots", slots), ("max_len", max_len)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name}: expected an integer of at least 1, found {value!r}")
@@ -91,19 +94,23 @@ class Engine:
             checkpoint = load_checkpoint(
                 find_model(name), mtp=mtp, dtype=torch_dtype, device=torch_device, progress=progress
             )
-            return checkpoint, Decoder(checkpoint.config, checkpoint.tensors, max_len)
+            length = min(max_len, checkpoint.config.max_positions)
+            return checkpoint, Decoder(checkpoint.config, checkpoint.tensors, length)
 
         with torch.inference_mode():
             checkpoint, decoder = load(model, policy)
-            head = MTPHead(decoder, checkpoint.tensors) if checkpoint.config.mtp_layers else None
-            target = DecoderTarget(decoder, slots)
             notes = list(checkpoint.notes)
+            if decoder.max_len < max_len:
+                notes.append(f"max_len {max_len}: the model has {decoder.max_len} positions, which are used")
+            layers = checkpoint.config.mtp_layers
+            head = MTPHead(decoder, checkpoint.tensors) if layers == 1 or (layers and drafter != "auto") else None
+            target = DecoderTarget(decoder, slots)
             if draft_model is not None:
                 small = DecoderTarget(load(draft_model, "skip")[1], slots)
                 drafter = DraftModelDrafter(small, target.vocab_size)
             elif isinstance(drafter, str):
                 if drafter == "auto" and head is None:
-                    notes.append("drafter 'auto': the checkpoint has no MTP head, so drafts come from n-gram lookup")
+                    notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
                 drafter = build_drafter(drafter, head, slots)
         return cls(target, drafter, draft_length, tokenizer=checkpoint.tokenizer,
                    eos_token_ids=checkpoint.eos_token_ids, notes=notes)  # fmt: skip
@@ -158,6 +165,7 @@ class Engine:
         tokens = self._check_tokens(token_ids, room=0)
         if not isinstance(self.target, DecoderTarget):
             raise InputError(f"logits: expected a checkpoint's target, found {type(self.target).__name__}")
+        self._check_idle()
         with torch.inference_mode():
             return self.target.score(tokens)
 
@@ -166,8 +174,17 @@ class Engine:
         return require_tokenizer(self.tokenizer, "a text prompt").encode(text)
 
     def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Iterator[StepRecord]:
-        with torch.inference_mode():
-            yield from run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+        self._check_idle()
+        self._busy = True
+        try:
+            with torch.inference_mode():
+                yield from run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+        finally:
+            self._busy = False
+
+    def _check_idle(self) -> None:
+        if self._busy:  # its slots are taken
+            raise InputError("engine: expected its open stream to be read to the end or closed first, found it open")
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         tokens = self._check_tokens(self.encode(prompt) if isinstance(prompt, str) else prompt, room=1)
@@ -176,6 +193,8 @@ class Engine:
         return Sequence(0, tokens, params, limit, stop_ids)
 
     def _check_tokens(self, token_ids: Seq[int], room: int) -> list[int]:
+        if not isinstance(token_ids, (Iterable, Tensor)):
+            raise InputError(f"prompt: expected text or token ids, found {token_ids!r}")
         tokens = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
         if not tokens:
             raise InputError("prompt: expected at least one token, found none")

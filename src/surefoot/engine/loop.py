@@ -47,9 +47,10 @@ def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: i
     A draft never reaches past the sequence's limit: with `room` tokens left, `room - 1` draft tokens and the one that
     follows them fill it exactly.
     """
-    drafts = drafter.propose(batch, [min(draft_length, sequence.room - 1) for sequence in batch])
-    for draft in drafts:
-        check_draft(draft, target.vocab_size)
+    depths = [min(draft_length, sequence.room - 1) for sequence in batch]
+    drafts = drafter.propose(batch, depths)
+    for draft, depth in zip(drafts, depths, strict=True):
+        check_draft(draft, depth, target.vocab_size)
     windows = [Window(s.slot, (s.tokens[-1], *draft.tokens)) for s, draft in zip(batch, drafts, strict=True)]
     records = []
     for sequence, draft, scores in zip(batch, drafts, target.verify(windows), strict=True):
@@ -62,8 +63,10 @@ def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: i
     return records
 
 
-def check_draft(draft: Draft, vocab_size: int) -> None:
-    """Raise InputError if a drafter proposed a token that the target does not have."""
+def check_draft(draft: Draft, depth: int, vocab_size: int) -> None:
+    """Raise InputError if a drafter proposed more than it was asked for, or a token that the target does not have."""
+    if len(draft.tokens) > depth:
+        raise InputError(f"drafter {draft.source!r}: expected at most {depth} tokens, found {len(draft.tokens)}")
     for token in draft.tokens:
         if not 0 <= token < vocab_size:
             raise InputError(f"drafter {draft.source!r}: expected token ids below {vocab_size}, found {token}")

@@ -27,6 +27,7 @@ def run(
     error in a step, releases every slot. `progress(done, total)` counts prompt tokens while they are read.
     """
     clock = clock or Clock()
+    untimed = drafter  # what it does while a prompt is read counts as prefill
     drafter, target = TimedDrafter(drafter, clock), TimedTarget(target, clock)
     waiting, free = deque(sequences), list(range(target.slots))
     running: list[Sequence] = []
@@ -44,7 +45,7 @@ def run(
                 sequence.slot = free.pop(0)
                 running.append(sequence)
                 with clock.phase("prefill_s"):
-                    for done in prefill(sequence, drafter, target):
+                    for done in prefill(sequence, untimed, target):
                         if progress is not None:
                             progress(done, len(sequence.tokens))
             with clock.phase("decode_s"):

@@ -4,9 +4,8 @@ Per value head, with state S [Dk, Dv], decay a = exp(g), and unit-norm key k and
 
     S <- a S;   delta = beta (v - k^T S);   S <- S + k delta^T;   o = q^T S
 
-`recurrent_reference` is that, word for word. `WindowPass` is the same arithmetic arranged for few tokens: k^T S and
-q^T S are read in one pass over the state before it decays. `chunk` is the parallel form for prefill
-(the paper's chunkwise algorithm).
+`recurrent_reference` is that, word for word; `WindowPass` is the same for few tokens, in place; `chunk` is the parallel
+form for prefill (the paper's chunkwise algorithm).
 
 Heads are grouped: value heads h with the same key head h // r stand side by side, so states are [Hk, Dk, r * Dv], a
 key head's product serves its r value heads, and nothing is repeated.
@@ -61,15 +60,13 @@ class WindowPass:
     """The delta rule over the rows of one pass: windows of several sequences, one row a token.
 
     kq [n, Hk, 2, Dk] (key, query), v, decay, beta [n, Hk, 1, r * Dv]. `run` advances one sequence's states over its
-    rows; when all have run, `output` is o of every row. What needs no state is computed for all rows at once.
+    rows and writes their `output` [n, Hk, 1, r * Dv]; padding rows stay zero.
     """
 
     def __init__(self, kq: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
-        self._kq, self._decay = kq, decay
-        read = kq.new_zeros(*kq.shape[:3], v.shape[-1])
-        pulled, self._read = read.split(1, dim=2)  # k^T S and q^T S, both before the token
-        self._delta = torch.zeros_like(v)
-        columns = (kq, kq[:, :, 0].unsqueeze(-1), decay, beta * v, beta * decay, read, pulled, self._delta)
+        keys, queries = kq.split(1, dim=2)  # each [n, Hk, 1, Dk]
+        self.output = torch.zeros_like(v)
+        columns = (keys, keys.mT, queries, beta * v, beta, decay, torch.empty_like(v), self.output)
         self._rows = list(zip(*(column.unbind(0) for column in columns), strict=True))
 
     def run(self, rows: slice, state: Tensor, ahead: Tensor) -> Tape:
@@ -80,22 +77,17 @@ class WindowPass:
         """
         window = self._rows[rows]
         current = state
-        for index, (kq, key, decay, wanted, pull, read, pulled, delta) in enumerate(window):
-            torch.bmm(kq, current, out=read)
-            torch.addcmul(wanted, pull, pulled, value=-1, out=delta)
+        for index, (key, key_column, query, wanted, beta, decay, delta, out) in enumerate(window):
             if index == 1:
                 current = torch.mul(state, decay, out=ahead)
             else:
                 current.mul_(decay)
-            current.addcmul_(key, delta)
-        _, keys, decays, _, _, _, _, deltas = zip(*window, strict=True)
-        return Tape(keys, deltas, decays)
-
-    def output(self) -> Tensor:
-        """o [n, Hk, 1, r * Dv]: q^T S after the update, which is decay * (q^T S before it) + (q . k) delta."""
-        overlap = (self._kq[:, :, :1] * self._kq[:, :, 1:]).sum(-1, keepdim=True)
-        out: Tensor = self._read * self._decay
-        return out.add_(self._delta * overlap)
+            torch.bmm(key, current, out=delta)
+            torch.addcmul(wanted, beta, delta, value=-1, out=delta)
+            current.addcmul_(key_column, delta)
+            torch.bmm(query, current, out=out)
+        _, key_columns, _, _, _, decays, deltas, _ = zip(*window, strict=True)
+        return Tape(key_columns, deltas, decays)
 
 
 def chunk(

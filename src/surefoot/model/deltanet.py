@@ -31,6 +31,8 @@ class DeltaNet:
         self._unit = L2Norm(b.device)
         # Queries are not scaled by Dk^-0.5: the norm takes any scale out of what they read, but for its eps.
         self._norm = GatedRMSNorm(tensors[prefix + "norm.weight"], c.norm_eps * c.linear_key_dim)
+        column_heads = torch.arange(c.linear_value_heads, device=b.device).repeat_interleave(c.linear_value_dim)
+        self._columns = torch.cat([column_heads, column_heads + self._lanes])
         padding = (0, self._lanes - c.linear_value_heads)
         self._dt_bias = F.pad(tensors[prefix + "dt_bias"].float(), padding)
         self._rate = F.pad(tensors[prefix + "A_log"].float().exp().neg(), padding)
@@ -38,16 +40,18 @@ class DeltaNet:
     def decode(self, x: Tensor, cache: RecurrentCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, normalised -> [rows, H]. Leaves every span's window open in the cache."""
         u, z, b, a = self._project(self._in(x))
-        strips = [cache.open_strip(span.slot, u[span.rows]) for span in layout.spans]
+        strips = [cache.open_strip(span.slot, u[rows]) for span, rows in layout.shares()]
         mixed = layout.join([causal_conv(strip, self._taps) for strip in strips])
         key_query, value = self._heads(by_row(F.silu, mixed))
-        decay = self._spread(by_row(torch.exp, self._log_decay(a)))
-        beta = self._spread(by_row(torch.sigmoid, b))
+        gates = torch.cat([by_row(torch.exp, self._log_decay(a)), by_row(torch.sigmoid, b)], dim=1)
+        # One number per value head becomes one per column of its state.
+        spread = gates.index_select(1, self._columns).view(gates.shape[0], 2, *value.shape[1:])
+        decay, beta = spread.unbind(1)
         window = gated_delta.WindowPass(key_query, value, decay, beta)
         for span in layout.spans:
             tape = window.run(span.rows, cache.state[span.slot], cache.ahead[span.slot])
             cache.open_window(span.slot, tape)
-        return self._out(self._norm(window.output().flatten(1), z))
+        return self._out(self._norm(window.output.flatten(1), z))
 
     def prefill(self, x: Tensor, cache: RecurrentCache, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
@@ -86,9 +90,3 @@ class DeltaNet:
         pairs, value = mixed.split([2 * c.key_width, c.value_width], dim=-1)
         key_query = self._unit(pairs.view(rows, c.linear_key_heads, 2, c.linear_key_dim))
         return key_query, value.view(rows, c.linear_key_heads, 1, -1)
-
-    def _spread(self, gate: Tensor) -> Tensor:
-        """One number per value head [n, lanes] -> one per column of its state, [n, Hk, 1, r * Dv]."""
-        c = self._config
-        heads = gate[:, : c.linear_value_heads].unsqueeze(-1).expand(-1, -1, c.linear_value_dim)
-        return heads.reshape(gate.shape[0], c.linear_key_heads, 1, -1)

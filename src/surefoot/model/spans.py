@@ -50,6 +50,12 @@ class Layout:
         listed = [p for span in self.spans for p in range(span.position, span.position + span.count)]
         return torch.tensor(listed + [0] * (self.rows - len(listed)), device=device)
 
+    def shares(self) -> list[tuple[Span, slice]]:
+        """Each span with its rows, the padding given to the last one: for what may be computed for it without harm,
+        so that the shares together are all rows."""
+        ends = [*(span.row for span in self.spans[1:]), self.rows]
+        return [(span, slice(span.row, end)) for span, end in zip(self.spans, ends, strict=True)]
+
     def join(self, parts: Seq[Tensor]) -> Tensor:
         """The spans' rows, one tensor a span, as one tensor of all rows; padding is zero."""
         padding = self.rows - sum(part.shape[0] for part in parts)

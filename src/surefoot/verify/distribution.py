@@ -59,7 +59,10 @@ def process_unchecked(logits: Tensor, params: SamplingParams) -> tuple[Tensor, T
         scaled /= max(params.temperature, _TINY)  # smaller ones would be 0 in float32
     top_k = params.top_k if 0 < params.top_k < rows.shape[-1] else None
     if top_k is not None or params.top_p < 1.0:
-        scaled = _keep_best(scaled, top_k, params.top_p)
+        # On a GPU a batched softmax may split a long row by how many there are: rows go one by one, each in memory of
+        # its own, since alignment can choose a kernel too.
+        parts = [row.clone() for row in scaled.split(1)] if scaled.is_cuda else [scaled]
+        scaled = torch.cat([_keep_best(part, top_k, params.top_p) for part in parts])
     if params.min_p > 0.0:
         scaled = scaled.masked_fill(scaled < math.log(params.min_p), -math.inf)
     return scaled, largest[:, 0]
