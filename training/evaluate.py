@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from model import ModelConfig, SurefootModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer

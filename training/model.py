@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
