@@ -36,7 +36,7 @@ def run_window(x: dict[str, Tensor], state: Tensor, ahead: Tensor) -> tuple[Tens
     decay = spread(x["log_decay"].exp())
     window = gated_delta.WindowPass(kq, x["v"].reshape(tokens, HK, 1, -1), decay, spread(x["beta"]))
     tape = window.run(slice(0, tokens), state, ahead)
-    return window.output.view(tokens, HK * ratio, DV), tape
+    return window.output().view(tokens, HK * ratio, DV), tape
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

@@ -4,8 +4,9 @@ Per value head, with state S [Dk, Dv], decay a = exp(g), and unit-norm key k and
 
     S <- a S;   delta = beta (v - k^T S);   S <- S + k delta^T;   o = q^T S
 
-`recurrent_reference` is that, word for word; `WindowPass` is the same for few tokens, in place; `chunk` is the parallel
-form for prefill (the paper's chunkwise algorithm).
+`recurrent_reference` is that, word for word. `WindowPass` is the same arithmetic arranged for few tokens: a state is as
+large as a cache, so k^T S and q^T S are read in one pass, before it decays. `chunk` is the parallel form for prefill
+(the paper's chunkwise algorithm).
 
 Heads are grouped: value heads h with the same key head h // r stand side by side, so states are [Hk, Dk, r * Dv], a
 key head's product serves its r value heads, and nothing is repeated.
@@ -60,13 +61,15 @@ class WindowPass:
     """The delta rule over the rows of one pass: windows of several sequences, one row a token.
 
     kq [n, Hk, 2, Dk] (key, query), v, decay, beta [n, Hk, 1, r * Dv]. `run` advances one sequence's states over its
-    rows and writes their `output` [n, Hk, 1, r * Dv]; padding rows stay zero.
+    rows; when all have run, `output` is o of every row. What needs no state is computed for all rows at once.
     """
 
     def __init__(self, kq: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
-        keys, queries = kq.split(1, dim=2)  # each [n, Hk, 1, Dk]
-        self.output = torch.zeros_like(v)
-        columns = (keys, keys.mT, queries, beta * v, beta, decay, torch.empty_like(v), self.output)
+        self._kq, self._decay = kq, decay
+        read = kq.new_zeros(*kq.shape[:3], v.shape[-1])
+        pulled, self._read = read.split(1, dim=2)  # k^T S and q^T S, both before the token
+        self._delta = torch.zeros_like(v)
+        columns = (kq, kq[:, :, 0].unsqueeze(-1), decay, beta * v, beta * decay, read, pulled, self._delta)
         self._rows = list(zip(*(column.unbind(0) for column in columns), strict=True))
 
     def run(self, rows: slice, state: Tensor, ahead: Tensor) -> Tape:
@@ -77,17 +80,22 @@ class WindowPass:
         """
         window = self._rows[rows]
         current = state
-        for index, (key, key_column, query, wanted, beta, decay, delta, out) in enumerate(window):
+        for index, (kq, key, decay, wanted, pull, read, pulled, delta) in enumerate(window):
+            torch.bmm(kq, current, out=read)
+            torch.addcmul(wanted, pull, pulled, value=-1, out=delta)
             if index == 1:
                 current = torch.mul(state, decay, out=ahead)
             else:
                 current.mul_(decay)
-            torch.bmm(key, current, out=delta)
-            torch.addcmul(wanted, beta, delta, value=-1, out=delta)
-            current.addcmul_(key_column, delta)
-            torch.bmm(query, current, out=out)
-        _, key_columns, _, _, _, decays, deltas, _ = zip(*window, strict=True)
-        return Tape(key_columns, deltas, decays)
+            current.addcmul_(key, delta)
+        _, keys, decays, _, _, _, _, deltas = zip(*window, strict=True)
+        return Tape(keys, deltas, decays)
+
+    def output(self) -> Tensor:
+        """o [n, Hk, 1, r * Dv]: q^T S after the update, which is decay * (q^T S before it) + (q . k) delta."""
+        overlap = (self._kq[:, :, :1] * self._kq[:, :, 1:]).sum(-1, keepdim=True)
+        out: Tensor = self._read * self._decay
+        return out.add_(self._delta * overlap)
 
 
 def chunk(

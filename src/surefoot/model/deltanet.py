@@ -51,7 +51,7 @@ class DeltaNet:
         for span in layout.spans:
             tape = window.run(span.rows, cache.state[span.slot], cache.ahead[span.slot])
             cache.open_window(span.slot, tape)
-        return self._out(self._norm(window.output.flatten(1), z))
+        return self._out(self._norm(window.output().flatten(1), z))
 
     def prefill(self, x: Tensor, cache: RecurrentCache, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
