@@ -34,11 +34,14 @@ $(READY_DEV): $(READY)
 demo: $(READY)
 	$(BIN)/surefoot generate --compare --model surefoot-demo --drafter mtp --max-new-tokens 200 --file benchmarks/prompts/demo.txt
 
+# One thread a process: with as many processes as cores, more would wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
 test: $(READY_DEV)
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 test-fast: $(READY_DEV)
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: $(READY_DEV)
 	$(BIN)/ruff format --check .
