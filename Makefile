@@ -32,7 +32,7 @@ $(READY_DEV): $(READY)
 	touch $@
 
 demo: $(READY)
-	$(BIN)/surefoot generate --compare --model surefoot-demo --drafter mtp --max-new-tokens 200 --file benchmarks/prompts/demo.txt
+	$(BIN)/surefoot generate --compare --model surefoot-demo --drafter mtp --max-new-tokens 120 --file benchmarks/prompts/demo.txt
 
 # One thread a process: with as many processes as cores, more would wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto

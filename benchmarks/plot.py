@@ -28,7 +28,7 @@ def draw(sections: list[Demo], out: Path) -> None:
         panel.bar_label(bars, [f"{row.rate:.0f}  (×{row.to_plain:.2f})" for row in demo.rows], padding=3, fontsize=8)
         panel.invert_yaxis()
         panel.set_title(f"{demo.model}, {demo.dtype}, {demo.machine.threads} threads", fontsize=10)
-        panel.set_xlabel("tokens/s (× plain decoding); the same tokens in every row but the first")
+        panel.set_xlabel("tokens/s (× plain decoding)")
         panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.25)
     figure.tight_layout()

@@ -87,9 +87,12 @@ def main() -> None:
             torch.cuda.synchronize()
             times.append((middle - before, time.monotonic() - middle))
         whole = sorted(sum(t) for t in times[4:])[5]
-        print(f"compiled {compiled}, {rows} rows: first step {sum(times[0]):.1f} s, then {whole * 1e3:.1f} ms "
-              f"(optimiser {times[-1][1] * 1e3:.1f} ms), {rows * 2048 / whole / 1e6:.3f} M tokens/s, "
-              f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+        print(
+            f"compiled {compiled}, {rows} rows: first step {sum(times[0]):.1f} s, then {whole * 1e3:.1f} ms "
+            f"(optimiser {times[-1][1] * 1e3:.1f} ms), {rows * 2048 / whole / 1e6:.3f} M tokens/s, "
+            f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

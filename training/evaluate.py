@@ -35,8 +35,13 @@ def load(folder: Path, device: str, dtype: str) -> SurefootModel:
     known = {f.name for f in fields(ModelConfig)}
     config = ModelConfig(**{k: v for k, v in values.items() if k in known})
     rope = values["rope_parameters"]
-    config = replace(config, compute_dtype=dtype, rope_theta=rope["rope_theta"],
-                     partial_rotary_factor=rope["partial_rotary_factor"], mrope_section=tuple(rope["mrope_section"]))
+    config = replace(
+        config,
+        compute_dtype=dtype,
+        rope_theta=rope["rope_theta"],
+        partial_rotary_factor=rope["partial_rotary_factor"],
+        mrope_section=tuple(rope["mrope_section"]),
+    )
     model = SurefootModel(config, make_parts(device, compiled=False, backward=False))
     state: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model-*.safetensors")):
@@ -59,8 +64,9 @@ def on_text(model: SurefootModel, tokens: np.ndarray, length: int, rows: int, de
         ).to(device)
         hidden = model.hidden(window[:, :span])
         logits = model.logits(hidden).float()
-        loss_sum += F.cross_entropy(logits[:, :length].flatten(0, 1), window[:, 1 : length + 1].flatten(),
-                                    reduction="sum").item()
+        loss_sum += F.cross_entropy(
+            logits[:, :length].flatten(0, 1), window[:, 1 : length + 1].flatten(), reduction="sum"
+        ).item()
         count += window.shape[0] * length
         best = logits.argmax(-1)
         del logits
@@ -72,8 +78,13 @@ def on_text(model: SurefootModel, tokens: np.ndarray, length: int, rows: int, de
             hits[k] += equal.sum().item()
             prefix[k] += kept.sum().item()
     loss = loss_sum / count
-    return {"tokens": count, "loss": loss, "perplexity": math.exp(loss),
-            "agree_by_depth": (hits / count).tolist(), "agree_up_to_depth": (prefix / count).tolist()}
+    return {
+        "tokens": count,
+        "loss": loss,
+        "perplexity": math.exp(loss),
+        "agree_by_depth": (hits / count).tolist(),
+        "agree_up_to_depth": (prefix / count).tolist(),
+    }
 
 
 @torch.no_grad()
@@ -95,10 +106,19 @@ def free_running(model: SurefootModel, tokens: Tensor, prompt: int, stop: int) -
     hidden = model.hidden(tokens)[:, :length]
     drafts = model.mtp(model.embedding, hidden, tokens[:, 1 : length + DEPTH], DEPTH, model.parts)
     equal = torch.stack(
-        [model.logits(d).float().argmax(-1) == tokens[:, k + 2 : k + 2 + length] if k + 2 + length <= tokens.shape[1]
-         else torch.cat([model.logits(d[:, :-1]).float().argmax(-1) == tokens[:, k + 2 : k + 1 + length],
-                         torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device)], 1)
-         for k, d in enumerate(drafts)], -1
+        [
+            model.logits(d).float().argmax(-1) == tokens[:, k + 2 : k + 2 + length]
+            if k + 2 + length <= tokens.shape[1]
+            else torch.cat(
+                [
+                    model.logits(d[:, :-1]).float().argmax(-1) == tokens[:, k + 2 : k + 1 + length],
+                    torch.zeros(len(tokens), 1, dtype=torch.bool, device=tokens.device),
+                ],
+                1,
+            )
+            for k, d in enumerate(drafts)
+        ],
+        -1,
     ).cpu()
     rows = tokens.cpu()
     offered, accepted = [0] * DEPTH, [0] * DEPTH
@@ -119,9 +139,12 @@ def free_running(model: SurefootModel, tokens: Tensor, prompt: int, stop: int) -
                     break
             written += taken + 1
             p += taken + 1
-    return {"steps": steps, "tokens_per_step": written / max(1, steps),
-            "accepted_given_offered": [a / max(1, o) for a, o in zip(accepted, offered, strict=True)],
-            "accepted_up_to_position": [a / max(1, steps) for a in accepted]}
+    return {
+        "steps": steps,
+        "tokens_per_step": written / max(1, steps),
+        "accepted_given_offered": [a / max(1, o) for a, o in zip(accepted, offered, strict=True)],
+        "accepted_up_to_position": [a / max(1, steps) for a in accepted],
+    }
 
 
 def main() -> None:
@@ -149,17 +172,21 @@ def main() -> None:
         row = on_text(model, tokens, a.length, a.rows, a.device)
         row["bits_per_byte"] = row["loss"] / math.log(2) / bytes_per_token[f"val_{domain}"]
         starts = np.linspace(0, len(tokens) - a.prompt_length, a.prompts).astype(int)
-        prompts = torch.from_numpy(
-            np.stack([tokens[s : s + a.prompt_length] for s in starts]).astype(np.int64)
-        ).to(a.device)
+        prompts = torch.from_numpy(np.stack([tokens[s : s + a.prompt_length] for s in starts]).astype(np.int64)).to(
+            a.device
+        )
         total = -(-(a.prompt_length + a.new) // 64) * 64
         written = continue_greedily(model, prompts, a.new, total)
         row["free_running"] = free_running(model, written, a.prompt_length, stop=0)
         result[domain] = row
         for number in range(0, a.prompts, max(1, a.prompts // 4)):
-            samples.append({"domain": domain,
-                            "prompt": tokenizer.decode(prompts[number, -64:].tolist()),
-                            "continuation": tokenizer.decode(written[number, a.prompt_length :][:96].tolist())})
+            samples.append(
+                {
+                    "domain": domain,
+                    "prompt": tokenizer.decode(prompts[number, -64:].tolist()),
+                    "continuation": tokenizer.decode(written[number, a.prompt_length :][:96].tolist()),
+                }
+            )
         print(json.dumps({domain: row}), flush=True)
     result["samples"] = samples
     a.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -20,8 +20,17 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 def chunk_gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, h: Tensor, dh: Tensor, w: Tensor, g: Tensor, dv: Tensor,
-    scale: float, **_: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    w: Tensor,
+    g: Tensor,
+    dv: Tensor,
+    scale: float,
+    **_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, the state keys w and the decay, chunk by chunk, in batched products.
 
@@ -139,8 +148,9 @@ def fla_delta_rule(
     return rule
 
 
-def random_problem(seed: int, speed: float, rows: int = 2, length: int = 512, device: str = "cuda",
-                   dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def random_problem(
+    seed: int, speed: float, rows: int = 2, length: int = 512, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """q, k, v, g, beta of the bundled model's sizes that need gradients; ``speed`` scales the decay."""
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -452,9 +452,7 @@ class MtpHead(nn.Module):
         assert isinstance(only, AttentionLayer)
         return only
 
-    def forward(
-        self, embedding: Tensor, hidden: Tensor, following: Tensor, depth: int, parts: Parts
-    ) -> list[Tensor]:
+    def forward(self, embedding: Tensor, hidden: Tensor, following: Tensor, depth: int, parts: Parts) -> list[Tensor]:
         """Draft ``depth`` tokens from every position as decoding would.
 
         embedding [V, H]; hidden [B, T, H], the target's post-norm hidden states h_p; following

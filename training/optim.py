@@ -32,8 +32,14 @@ class StackedMuon(torch.optim.Optimizer):
     both optimisers can use learning rates of one kind.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], lr: float, momentum: float = 0.95,
-                 weight_decay: float = 0.1, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
+        compiled: bool = False,
+    ) -> None:
         shapes: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         for parameter in parameters:
             if parameter.ndim != 2:

@@ -23,8 +23,14 @@ def draw(log: Path, out: Path, marks: list[int]) -> None:
     axes.plot(tokens, [row["mtp1"] for row in training], label="MTP head, one further", lw=1)
     for name in ("code", "english"):
         held = [row for row in rows if row.get("held_out") == name]
-        axes.plot([row["tokens"] / 1e6 for row in held], [row["loss"] for row in held], "o--", ms=4, lw=0.6,
-                  label=f"next token, held-out {name}")
+        axes.plot(
+            [row["tokens"] / 1e6 for row in held],
+            [row["loss"] for row in held],
+            "o--",
+            ms=4,
+            lw=0.6,
+            label=f"next token, held-out {name}",
+        )
     per_step = training[0]["tokens"] / training[0]["step"] / 1e6
     for step in marks:
         axes.axvline(step * per_step, color="grey", lw=0.8, ls=":")

@@ -89,8 +89,10 @@ _BLOCKS = frozenset(
     body""".split()  # noqa: SIM905
 )
 _DROPPED = frozenset(["script", "style", "nav", "header", "footer", "head", "button", "svg", "form", "noscript"])
-_CHROME = re.compile(r"headerlink|sidebar|navheader|navfooter|sphinxsidebar|breadcrumb|related|toctree|nav-chapters|"
-                     r"rustdoc-toggle-hide|srclink|since|menu|prev-next|footer|itemizedlist-toc")
+_CHROME = re.compile(
+    r"headerlink|sidebar|navheader|navfooter|sphinxsidebar|breadcrumb|related|toctree|nav-chapters|"
+    r"rustdoc-toggle-hide|srclink|since|menu|prev-next|footer|itemizedlist-toc"
+)
 
 
 def html_to_text(data: bytes) -> str:
@@ -229,9 +231,11 @@ def build(scratch: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     seen: set[str] = set()
     manifest: list[dict[str, Any]] = []
-    with (out / "train.bin").open("wb") as train, (out / "val.bin").open("wb") as val, (
-        out / "val.index.jsonl"
-    ).open("w") as index:
+    with (
+        (out / "train.bin").open("wb") as train,
+        (out / "val.bin").open("wb") as val,
+        (out / "val.index.jsonl").open("w") as index,
+    ):
         for source in load_sources():
             dropped: Counter[str] = Counter()
             sizes = {"train": 0, "val": 0}
@@ -256,17 +260,29 @@ def build(scratch: Path) -> None:
                     row = {"source": source.name, "licence": source.licence, "domain": source.domain, "path": name}
                     index.write(json.dumps(row) + "\n")
             manifest.append(
-                {"name": source.name, "licence": source.licence, "domain": source.domain,
-                 "train_bytes": sizes["train"], "val_bytes": sizes["val"],
-                 "train_files": files["train"], "val_files": files["val"], "dropped": dict(dropped)}
+                {
+                    "name": source.name,
+                    "licence": source.licence,
+                    "domain": source.domain,
+                    "train_bytes": sizes["train"],
+                    "val_bytes": sizes["val"],
+                    "train_files": files["train"],
+                    "val_files": files["val"],
+                    "dropped": dict(dropped),
+                }
             )
-            print(f"{source.name:20s} {sizes['train'] / 1e6:7.2f} MB train {sizes['val'] / 1e6:6.2f} MB val "
-                  f"{files['train']:6d} files, dropped {dict(dropped)}", flush=True)
+            print(
+                f"{source.name:20s} {sizes['train'] / 1e6:7.2f} MB train {sizes['val'] / 1e6:6.2f} MB val "
+                f"{files['train']:6d} files, dropped {dict(dropped)}",
+                flush=True,
+            )
     (scratch / "manifest.json").write_text(json.dumps(manifest, indent=1))
     for domain in ("code", "english"):
         rows = [r for r in manifest if r["domain"] == domain]
-        print(f"{domain}: {sum(r['train_bytes'] for r in rows) / 1e6:.1f} MB train, "
-              f"{sum(r['val_bytes'] for r in rows) / 1e6:.2f} MB val")
+        print(
+            f"{domain}: {sum(r['train_bytes'] for r in rows) / 1e6:.1f} MB train, "
+            f"{sum(r['val_bytes'] for r in rows) / 1e6:.2f} MB val"
+        )
 
 
 def main() -> None:

@@ -21,9 +21,18 @@ from fla_backend import chunk_gradients
 from model import ModelConfig, SurefootModel, delta_rule_reference
 
 TINY = ModelConfig(
-    vocab_size=97, hidden_size=32, num_hidden_layers=8, intermediate_size=48, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, mrope_section=(2, 1, 1), linear_num_key_heads=2,
-    linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+    vocab_size=97,
+    hidden_size=32,
+    num_hidden_layers=8,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    mrope_section=(2, 1, 1),
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
 )
 
 
@@ -123,8 +132,29 @@ def _tokens(folder: Path) -> Path:
 
 def _run(tokens: Path, out: Path, *extra: str) -> train.Run:
     arguments = train.parser().parse_args(
-        ["--tokens", str(tokens), "--out", str(out), "--config", "tiny", "--length", "64", "--rows", "4",
-         "--micro-rows", "2", "--log-every", "1", "--validate-every", "0", "--warmup", "2", "--steps", "8", *extra]
+        [
+            "--tokens",
+            str(tokens),
+            "--out",
+            str(out),
+            "--config",
+            "tiny",
+            "--length",
+            "64",
+            "--rows",
+            "4",
+            "--micro-rows",
+            "2",
+            "--log-every",
+            "1",
+            "--validate-every",
+            "0",
+            "--warmup",
+            "2",
+            "--steps",
+            "8",
+            *extra,
+        ]
     )
     return train.Run(arguments)
 

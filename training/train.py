@@ -26,9 +26,17 @@ from optim import make_optimisers, schedule
 CONFIGS = {
     "demo": ModelConfig(),
     "tiny": ModelConfig(
-        hidden_size=64, num_hidden_layers=4, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, mrope_section=(3, 3, 2), linear_num_key_heads=2, linear_num_value_heads=4,
-        linear_key_head_dim=16, linear_value_head_dim=16,
+        hidden_size=64,
+        num_hidden_layers=4,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        mrope_section=(3, 3, 2),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
     ),
 }
 
@@ -61,7 +69,10 @@ class Run:
         self.config = replace(CONFIGS[arguments.config], compute_dtype=dtype)
         self.model = SurefootModel(self.config, make_parts(arguments.device, arguments.compile)).to(arguments.device)
         self.optimisers = make_optimisers(
-            list(self.model.named_parameters()), arguments.lr_muon, arguments.lr_adam, arguments.weight_decay,
+            list(self.model.named_parameters()),
+            arguments.lr_muon,
+            arguments.lr_adam,
+            arguments.weight_decay,
             fused=arguments.device == "cuda",
         )
         self.base = [[group["lr"] for group in o.param_groups] for o in self.optimisers]
@@ -70,8 +81,9 @@ class Run:
             np.load(arguments.tokens / "train.npy"), arguments.length, self.span, arguments.seed, arguments.device
         )
         self.held_out = {
-            name: validation_rows(np.load(arguments.tokens / f"val_{name}.npy"), arguments.micro_rows, self.span,
-                                  arguments.device)
+            name: validation_rows(
+                np.load(arguments.tokens / f"val_{name}.npy"), arguments.micro_rows, self.span, arguments.device
+            )
             for name in ("code", "english")
         }
         self.step, self.total, self.seconds = 0, int(arguments.steps or 0), 0.0
@@ -141,8 +153,15 @@ class Run:
         """Losses on fixed held-out rows. Gradients stay enabled so that the compiled code is reused."""
         for name, rows in self.held_out.items():
             main, ahead = self.model.losses(rows, self.a.length, self.a.depth)
-            self.log({"step": self.step, "tokens": self.step * self.a.rows * self.a.length, "held_out": name,
-                      "loss": main.item(), **{f"mtp{i + 1}": x.item() for i, x in enumerate(ahead)}})
+            self.log(
+                {
+                    "step": self.step,
+                    "tokens": self.step * self.a.rows * self.a.length,
+                    "held_out": name,
+                    "loss": main.item(),
+                    **{f"mtp{i + 1}": x.item() for i, x in enumerate(ahead)},
+                }
+            )
 
     def run(self, until: int | None = None) -> None:
         """Train until the plan (or ``until``, for tests) is fulfilled."""
@@ -161,9 +180,16 @@ class Run:
                 if len(marks) > 1:
                     (s0, t0), (s1, t1) = marks[-2:]
                     speed = (s1 - s0) * a.rows * a.length / (t1 - t0)
-                self.log({"step": self.step, "tokens": self.step * a.rows * a.length, "loss": means[0],
-                          **{f"mtp{i + 1}": x for i, x in enumerate(means[1:])}, "seconds": self.seconds,
-                          "tokens_per_second": speed})
+                self.log(
+                    {
+                        "step": self.step,
+                        "tokens": self.step * a.rows * a.length,
+                        "loss": means[0],
+                        **{f"mtp{i + 1}": x for i, x in enumerate(means[1:])},
+                        "seconds": self.seconds,
+                        "tokens_per_second": speed,
+                    }
+                )
                 if not self.total and a.budget_seconds and len(marks) >= 4:
                     # The first interval holds compilation. Three per cent go to saving and validation.
                     (s0, t0), (s1, t1) = marks[1], marks[-1]
