@@ -16,23 +16,29 @@ from surefoot.types import Draft, Drafter, Scores, Target, Window
 
 
 @dataclass
-class Stats:
+class Seconds:
+    """Time by phase. `decode_s` is the sum of the steps, of which `draft_s`, `verify_s` and `commit_s` are the
+    drafter's, the target's and the caches' parts; what a drafter does with the prompt belongs to `prefill_s`."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+
+
+@dataclass
+class Stats(Seconds):
     """One request's counts, and the seconds spent while it ran (shared with the requests that ran beside it).
 
     `proposed` and `accepted` count draft tokens; those behind the end of the output count as neither. Lists are by
-    draft position, first position first. `decode_s` is the sum of the steps, of which `draft_s`, `verify_s` and
-    `commit_s` are the drafter's, the target's and the caches' parts.
+    draft position, first position first.
     """
 
     steps: int = 0
     tokens: int = 0
     proposed_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
 
     @property
     def proposed(self) -> int:
@@ -74,14 +80,8 @@ class Stats:
 
 
 @dataclass
-class Clock:
+class Clock(Seconds):
     """Seconds by phase, running on."""
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    draft_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
