@@ -116,7 +116,7 @@ class TestGenerate:
         result = call("generate", "--token-ids", "5 17 3", "-m", bare, "-n", 6)
         assert result.exit_code == 0, result.stderr
         assert [0 <= int(token) < CONFIG.vocab_size for token in result.stdout.split()] == [True] * 6
-        assert "note: drafter 'auto': the checkpoint has no MTP head" in result.stderr
+        assert "note: drafter 'auto': no MTP head that can be used" in result.stderr
         assert "tokenizer" in refused_after_notes(call("generate", "text", "-m", bare, "-d", "none"))
         assert "mtp" in refused(call("generate", "--token-ids", "1", "-m", bare, "-d", "mtp"))
 

@@ -76,7 +76,8 @@ class Engine:
 
         `drafter`: "none", "ngram", "mtp", "mtp+ngram", "draft-model" (needs `draft_model`, any second checkpoint of
         this family with the same vocabulary), "auto", or a Drafter of your own. `slots` prompts decode together;
-        `max_len` bounds prompt and output of each. `progress(done, total)` follows the loading.
+        `max_len` bounds prompt and output of each, as do the positions that the model has. `progress(done, total)`
+        follows the loading.
 
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
         """
@@ -100,8 +101,6 @@ class Engine:
         with torch.inference_mode():
             checkpoint, decoder = load(model, policy)
             notes = list(checkpoint.notes)
-            if decoder.max_len < max_len:
-                notes.append(f"max_len {max_len}: the model has {decoder.max_len} positions, which are used")
             layers = checkpoint.config.mtp_layers
             head = MTPHead(decoder, checkpoint.tensors) if layers == 1 or (layers and drafter != "auto") else None
             target = DecoderTarget(decoder, slots)
