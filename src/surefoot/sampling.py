@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,6 +11,7 @@ from typing import Literal, get_args
 from surefoot.errors import InputError
 
 Acceptance = Literal["coupled", "rejection"]
+MAX_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class SamplingParams:
         _require_real("temperature", self.temperature, low=0.0, high=math.inf)
         _require_real("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _require_real("min_p", self.min_p, low=0.0, high=1.0)
-        if self.acceptance not in get_args(Acceptance):
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos: expected True or False, found {self.ignore_eos!r}")
+        if not isinstance(self.acceptance, str) or self.acceptance not in get_args(Acceptance):
             raise InputError(f"acceptance: expected one of {get_args(Acceptance)}, found {self.acceptance!r}")
 
     @property
@@ -63,6 +67,7 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
 
 def _require_real(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     bounds = f"{'above' if open_low else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]  # a number here
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    # Comparisons, unlike conversions, take integers of any size; NaN compares with nothing.
+    if not ok or not low <= value <= min(high, MAX_FLOAT) or (open_low and value == low):  # type: ignore[operator]
         raise InputError(f"{name}: expected a number {bounds}, found {value!r}")

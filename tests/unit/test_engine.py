@@ -43,6 +43,10 @@ GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
         ({"draft_length": True}, "found True"),
         ({"draft_length": 1000}, "found 1000"),
         ({"drafter": "magic"}, "drafter: expected one of none, ngram"),
+        ({"drafter": None}, "drafter: expected one of none, ngram"),
+        ({"drafter": ["mtp"]}, "drafter: expected one of none, ngram"),
+        ({"dtype": ["float32"]}, "dtype: expected one of"),
+        ({"device": None}, "device: expected"),
         ({"dtype": "int8"}, "dtype: expected one of"),
         ({"device": "abacus"}, "device: expected"),
         ({"device": "meta"}, "device: expected"),
@@ -65,6 +69,13 @@ def test_bad_options_are_refused_before_anything_is_read(tmp_path: Path, options
         ([-1], "found -1"),
         ([1.0], "found 1.0"),
         ([True], "found True"),
+        (None, "a list of token ids"),
+        (5, "a list of token ids"),
+        ({1: 2}, "a list of token ids"),
+        ({1, 2}, "a list of token ids"),
+        (torch.tensor(3), "a list of token ids"),
+        (b"abc", "a list of token ids"),
+        (torch.tensor([[1, 2]]), "a list of token ids"),
         (list(range(64)), "at most 63 tokens"),
     ],
 )
@@ -75,7 +86,7 @@ def test_bad_prompts(folder: Path, prompt: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         engine.stream(prompt, GREEDY)
     with pytest.raises(InputError, match=message):
-        engine.generate([[1, 2], prompt], GREEDY) if prompt else engine.generate([[1, 2], []], GREEDY)
+        engine.generate([[1, 2], prompt], GREEDY)
     assert engine.target.cache.length == [0]  # type: ignore[attr-defined]  # nothing half done
     assert len(engine.generate([1, 2], GREEDY).token_ids) == 5
 
@@ -94,6 +105,7 @@ def test_text_needs_a_tokenizer(folder: Path) -> None:
         {"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"temperature": -0.1}, {"temperature": float("nan")},
         {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2},
         {"seed": -1}, {"seed": 2**64}, {"acceptance": "hopeful"}, {"stop_token_ids": (-3,)}, {"top_k": True},
+        {"temperature": 10**400}, {"acceptance": ["coupled"]}, {"ignore_eos": 1},
         {"stop_token_ids": 5}, {"stop_token_ids": "ab"},
     ],
     ids=str,
@@ -278,3 +290,46 @@ def test_the_constructor_checks_too(folder: Path, draft_length: Any) -> None:
     engine = load(folder, drafter="ngram")
     with pytest.raises(InputError, match="draft_length"):
         Engine(engine.target, engine.drafter, draft_length)
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"seed": 1}, [None]], ids=str)
+def test_params_of_another_kind(folder: Path, params: Any) -> None:
+    engine = load(folder)
+    with pytest.raises(InputError, match="params: expected SamplingParams"):
+        engine.generate([[1]], params)
+    with pytest.raises(InputError, match="params: expected SamplingParams"):
+        engine.stream([1], params)
+
+
+@pytest.mark.parametrize("model", [None, 5, "~no-such-user/x", "a" * 5000, "a\0b"], ids=repr)
+def test_models_that_cannot_be(model: Any) -> None:
+    with pytest.raises(CheckpointError, match="expected"):
+        Engine.from_pretrained(model)
+
+
+def test_torch_names_are_taken_too(folder: Path) -> None:
+    engine = load(folder, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert (
+        engine.generate([1, 2], GREEDY).token_ids == load(folder, dtype="bfloat16").generate([1, 2], GREEDY).token_ids
+    )
+
+
+def test_the_caller_of_a_stream_keeps_its_grad_mode(folder: Path) -> None:
+    engine = load(folder, draft_length=3)
+    stream = engine.stream([1, 2, 3], SamplingParams(max_new_tokens=9, ignore_eos=True))
+    next(stream)
+    assert not torch.is_inference_mode_enabled()
+    x = torch.ones(2, requires_grad=True)
+    (x * 2).sum().backward()
+    with torch.no_grad():
+        for _ in stream:
+            pass
+    assert torch.is_grad_enabled()
+
+
+def test_a_batch_of_arrays(folder: Path) -> None:
+    engine = load(folder, slots=2)
+    prompts: list[Any] = [torch.tensor([1, 2]), torch.tensor([3]).numpy(), (4, 5)]
+    together: Any = engine.generate(prompts, GREEDY)
+    expected = [engine.generate(prompt, GREEDY).token_ids for prompt in ([1, 2], [3], [4, 5])]
+    assert [out.token_ids for out in together] == expected

@@ -23,7 +23,8 @@ NEED_HEAD = ("mtp", "mtp+ngram")
 
 def check_drafter(drafter: str | Drafter) -> str:
     """The drafter's name. Raises InputError for a name that stands for none."""
-    if isinstance(drafter, str) and drafter not in NAMES:
+    known = drafter in NAMES if isinstance(drafter, str) else hasattr(drafter, "propose")
+    if not known:
         raise InputError(f"drafter: expected one of {', '.join(NAMES)} or a Drafter, found {drafter!r}")
     return drafter if isinstance(drafter, str) else drafter.name
 

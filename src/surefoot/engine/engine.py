@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from numbers import Integral
 from pathlib import Path
@@ -63,8 +63,8 @@ class Engine:
         cls,
         model: str | Path,
         *,
-        device: str = "cpu",
-        dtype: str = "float32",
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = "float32",
         drafter: str | Drafter = "mtp",
         draft_length: int = 3,
         slots: int = 1,
@@ -133,10 +133,9 @@ class Engine:
         """
         single = isinstance(prompt, str) or not _is_batch(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompts)
-        else:
-            each = list(params)
+        each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if params is None:
+            each = [SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"params: expected one, or one per prompt ({len(prompts)}), found {len(each)}")
         sequences = [self._sequence(p, s) for p, s in zip(prompts, each, strict=True)]
@@ -157,7 +156,7 @@ class Engine:
     ) -> Iterator[StepRecord]:
         """Decode one prompt and yield every step as it is made. Arguments are checked at the call; `clock` tells the
         time by phase so far. `progress(done, total)` counts prompt tokens while they are read."""
-        return self._run([self._sequence(prompt, params or SamplingParams())], progress)
+        return self._run([self._sequence(prompt, SamplingParams() if params is None else params)], progress)
 
     def logits(self, token_ids: Seq[int]) -> Tensor:
         """The target's logits after each of the given tokens, [T, V] float32."""
@@ -172,13 +171,20 @@ class Engine:
         """Text to token ids. Raises TokenizerError if the model has no tokenizer."""
         return require_tokenizer(self.tokenizer, "a text prompt").encode(text)
 
-    def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Iterator[StepRecord]:
+    def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Generator[StepRecord, None, None]:
         self._check_idle()
         self._busy = True
+        records = run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
         try:
-            with torch.inference_mode():
-                yield from run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+            while True:
+                with torch.inference_mode():  # not around the yield: the caller's own code runs there
+                    record = next(records, None)
+                if record is None:
+                    return
+                yield record
         finally:
+            with torch.inference_mode():
+                records.close()
             self._busy = False
 
     def _check_idle(self) -> None:
@@ -186,14 +192,17 @@ class Engine:
             raise InputError("engine: expected its open stream to be read to the end or closed first, found it open")
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params: expected SamplingParams, found {params!r}")
         tokens = self._check_tokens(self.encode(prompt) if isinstance(prompt, str) else prompt, room=1)
         limit = min(len(tokens) + params.max_new_tokens, self.target.max_len)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         return Sequence(0, tokens, params, limit, stop_ids)
 
     def _check_tokens(self, token_ids: Seq[int], room: int) -> list[int]:
-        if not isinstance(token_ids, (Iterable, Tensor)):
-            raise InputError(f"prompt: expected text or token ids, found {token_ids!r}")
+        listed = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")  # lists, arrays and tensors
+        if not listed or isinstance(token_ids, (Mapping, bytes, bytearray)) or getattr(token_ids, "ndim", 1) != 1:
+            raise InputError(f"prompt: expected text or a list of token ids, found {token_ids!r}")
         tokens = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
         if not tokens:
             raise InputError("prompt: expected at least one token, found none")
@@ -208,18 +217,20 @@ class Engine:
         return [int(token) for token in tokens]
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name. Raises InputError for one that is not supported."""
-    if name not in DTYPES:
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name, or the dtype itself. Raises InputError for one that is not supported."""
+    if isinstance(name, torch.dtype):
+        name = str(name).removeprefix("torch.")
+    if not isinstance(name, str) or name not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {name!r}")
     return DTYPES[name]
 
 
-def parse_device(name: str) -> torch.device:
+def parse_device(name: str | torch.device) -> torch.device:
     """A device that is there. Raises InputError otherwise."""
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}") from error
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}")
@@ -229,4 +240,4 @@ def parse_device(name: str) -> torch.device:
 
 
 def _is_batch(prompt: Seq[Any]) -> bool:
-    return not isinstance(prompt, Tensor) and len(prompt) > 0 and isinstance(prompt[0], (str, list, tuple, Tensor))
+    return isinstance(prompt, (list, tuple)) and len(prompt) > 0 and hasattr(prompt[0], "__len__")

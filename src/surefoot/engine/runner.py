@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 
 from surefoot.engine.loop import StepRecord, prefill, step
 from surefoot.engine.stats import Clock, TimedDrafter, TimedTarget
@@ -20,7 +20,7 @@ def run(
     draft_length: int,
     clock: Clock | None = None,
     progress: Progress | None = None,
-) -> Iterator[StepRecord]:
+) -> Generator[StepRecord, None, None]:
     """Decode all sequences, as many at a time as the target has slots, and yield every step of every sequence.
 
     A sequence gets its slot when it starts; one that ends makes room for the next. Closing the iterator early, or an

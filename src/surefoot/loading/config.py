@@ -7,6 +7,7 @@ Keys that do not concern the text decoder are ignored.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import get_args
 
@@ -177,7 +178,7 @@ def _positive(raw: Json, key: str, default: float | None = None) -> float:
     value = raw.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise _wrong(key, "a number above 0", value)
     return float(value)
 

@@ -38,15 +38,21 @@ def find_model(name: str | Path) -> Path:
 
     Raises CheckpointError if it is none of these, or the hub cannot give it.
     """
+    if not isinstance(name, (str, Path)):
+        raise CheckpointError(f"model: expected a name or a path, found {name!r}")
     if name in BUNDLED:
         folder = Path(str(resources.files("surefoot") / "models" / str(name)))
         if not folder.is_dir():
             raise CheckpointError(f"{name}: expected this bundled model at {folder}, found nothing (broken install?)")
         return folder
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte
+        raise CheckpointError(f"{str(name)[:200]}: expected a model's name or path, found {error}") from error
+    if is_folder:
         return path
-    if path.exists():
+    if is_there:
         raise CheckpointError(f"{name}: expected a folder with config.json and *.safetensors, found a file")
     if HUB_ID.fullmatch(str(name)) is None:
         kinds = f"a folder, a bundled model ({', '.join(BUNDLED)}) or a hub id owner/name"
