@@ -57,4 +57,4 @@ bench: $(READY_DEV)
 	$(BIN)/python benchmarks/cpu.py
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
