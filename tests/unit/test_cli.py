@@ -243,6 +243,7 @@ class TestProcess:
         assert process.stdout.read(1)
         if how == "interrupted":
             process.send_signal(signal.SIGINT)
+            process.stdout.read()  # a pipe closed too early would end it the other way
         process.stdout.close()
         err = process.stderr.read()
         process.stderr.close()
