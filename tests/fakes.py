@@ -105,7 +105,7 @@ class Scripted:
         self.seen: dict[int, int] = {}
 
     def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
-        raise NotImplementedError
+        raise NotImplementedError  # each scripted drafter has its own
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         return [self._draft(sequence, depth) for sequence, depth in zip(sequences, depths, strict=True)]

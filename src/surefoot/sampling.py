@@ -68,6 +68,6 @@ def _require_int(name: str, value: object, low: int, high: int | None = None) ->
 def _require_real(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     bounds = f"{'above' if open_low else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    # Comparisons, unlike conversions, take integers of any size; NaN compares with nothing.
+    # Comparisons, unlike conversions, take integers of any size; NaN compares with nothing. `ok` has seen to the type.
     if not ok or not low <= value <= min(high, MAX_FLOAT) or (open_low and value == low):  # type: ignore[operator]
         raise InputError(f"{name}: expected a number {bounds}, found {value!r}")

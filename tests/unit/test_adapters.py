@@ -156,7 +156,7 @@ def test_bad_input() -> None:
     with pytest.raises(InputError, match="found 'mtp'"):
         speculate(model, [1], drafter="mtp")
     with pytest.raises(InputError, match="forward: expected a function or a Target, found int"):
-        speculate(3, [1])  # type: ignore[arg-type]
+        speculate(3, [1])  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InputError, match="max_len"):
         speculate(TableTarget(model.row, V), [1], max_len=9)
     with pytest.raises(InputError, match="max_len: expected at least 1"):

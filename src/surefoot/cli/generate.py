@@ -74,7 +74,7 @@ def statistics(run: Run, session: Session) -> str:
 def _stream(run: Run) -> None:
     stream = TextStream(run.engine)
     for step in run:
-        sys.stdout.write(stream.push(step.tokens))
+        sys.stdout.write(stream.push(step.record.tokens))
         sys.stdout.flush()
     sys.stdout.write(stream.flush() + "\n")
     sys.stdout.flush()

@@ -107,6 +107,6 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters = [*shared, *extra]
     for_typer.__name__, for_typer.__doc__ = command.__name__, command.__doc__
     # typer reads the parameters off the signature and the hints.
-    for_typer.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    for_typer.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function has it
     for_typer.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return for_typer

@@ -63,7 +63,6 @@ class Step:
     """One step and the seconds that its parts took."""
 
     record: StepRecord
-    tokens: tuple[int, ...]
     seconds: dict[str, float]
 
 
@@ -85,14 +84,12 @@ class Run:
             records = self.engine.stream(self.prompt, self.params, progress=bar)
             first = next(records)  # reads the whole prompt; every run has a step
         for record in chain([first], records):
-            draft, verdict = record.draft.tokens, record.verdict
-            tokens = (*draft[: verdict.accepted], verdict.token)[: record.emitted]
-            self.tokens += tokens
+            self.tokens += record.tokens
             self.stats.add(record)
             vars(self.stats).update(clock.since(start))
             self.finish_reason = record.sequence.finish_reason
             seconds, last = clock.since(last), clock.copy()
-            yield Step(record, tokens, seconds)
+            yield Step(record, seconds)
 
     def finish(self) -> Run:
         """Decode to the end."""

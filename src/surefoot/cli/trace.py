@@ -48,6 +48,6 @@ def _step_dict(step: Step) -> dict[str, Any]:
         "drafter": record.draft.source,
         "draft": list(record.draft.tokens),
         "accepted": record.accepted,
-        "emitted": list(step.tokens),
+        "emitted": list(step.record.tokens),
         "seconds": step.seconds,
     }

@@ -28,6 +28,11 @@ class StepRecord:
     emitted: int
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens it put out: accepted draft tokens, then the one that follows them."""
+        return (*self.draft.tokens[: self.verdict.accepted], self.verdict.token)[: self.emitted]
+
+    @property
     def accepted(self) -> int:
         """Draft tokens that were kept and emitted."""
         return min(self.verdict.accepted, self.emitted)
