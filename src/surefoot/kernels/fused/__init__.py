@@ -1,0 +1,1 @@
+"""The decode step on a GPU: Triton kernels, each beside a plain PyTorch reference of the same signature."""

@@ -1,0 +1,50 @@
+"""What every Triton kernel of this folder shares.
+
+Kernels of one step follow one another at microseconds' distance, so each is launched before its predecessor has ended
+(programmatic dependent launch, CUDA C++ Programming Guide, section "Programmatic Dependent Launch and
+Synchronization"): it may set itself up and touch weights, and must call `wait_for_inputs` before it reads what an
+earlier kernel of the step wrote, or writes anything at all.
+
+Without a GPU the same kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the import), one program after
+another; it knows neither dependent launch nor 16-bit products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRET: bool = triton.knobs.runtime.interpret
+TILE_ROWS = tl.constexpr(16)  # rows of every tile product: one instruction shape, so one order of summation
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of every launch on the device: `DEPENDENT` for the kernel, `launch_pdl` for the driver."""
+    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"DEPENDENT": dependent, "launch_pdl": dependent} if dependent else {"DEPENDENT": False}
+
+
+@triton.jit
+def let_next_start(DEPENDENT: tl.constexpr):
+    """Allow the next kernel of the stream to be set up beside this one."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(DEPENDENT: tl.constexpr):
+    """Return once every earlier kernel has ended and its writes can be seen."""
+    if DEPENDENT:
+        gdc_wait()
+
+
+@triton.jit
+def product(a, b, INTERPRETED: tl.constexpr):
+    """a [M, K] times b [K, N] of one type, summed in float32."""
+    if INTERPRETED:  # the interpreter multiplies 16-bit patterns as integers
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
