@@ -1,9 +1,10 @@
 """What every Triton kernel of this folder shares.
 
 Kernels of one step follow one another at microseconds' distance, so each is launched before its predecessor has ended
-(programmatic dependent launch, CUDA C++ Programming Guide, section "Programmatic Dependent Launch and
-Synchronization"): it may set itself up and touch weights, and must call `wait_for_inputs` before it reads what an
-earlier kernel of the step wrote, or writes anything at all.
+(programmatic dependent launch: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). A
+kernel lets its successor start once it has itself passed `wait_for_inputs`. So while a kernel runs ahead of its wait,
+every kernel but its immediate predecessor has ended: it may read weights, and whatever older kernels wrote, but must
+wait before it reads what the predecessor wrote or writes what the predecessor reads.
 
 Without a GPU the same kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the import), one program after
 another; it knows neither dependent launch nor 16-bit products.
@@ -25,21 +26,29 @@ TILE_ROWS = tl.constexpr(16)  # rows of every tile product: one instruction shap
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of every launch on the device: `DEPENDENT` for the kernel, `launch_pdl` for the driver."""
     dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"DEPENDENT": dependent, "launch_pdl": dependent} if dependent else {"DEPENDENT": False}
-
-
-@triton.jit
-def let_next_start(DEPENDENT: tl.constexpr):
-    """Allow the next kernel of the stream to be set up beside this one."""
-    if DEPENDENT:
-        gdc_launch_dependents()
+    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
 
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Return once every earlier kernel has ended and its writes can be seen."""
+    """Return once every earlier kernel has ended and its writes can be seen; then let the next one start."""
     if DEPENDENT:
         gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers, DEPENDENT: tl.constexpr):
+    """Ask for the 128-byte lines at `pointers` to be brought into the L2 cache."""
+    if DEPENDENT:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [pointers.to(tl.int64, bitcast=True)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
