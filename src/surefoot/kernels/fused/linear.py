@@ -193,7 +193,7 @@ def _linear_kernel(
     gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     square = tl.zeros((TILE_ROWS,), tl.float32)
-    for step in range(0, per_part):
+    for step in range(per_part):
         k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
         if K % (BLOCK_K * PARTS) == 0:
             a = tl.load(x + m[:, None] * K + k[None, :], (m < rows)[:, None], 0.0)
@@ -240,7 +240,7 @@ def _linear_kernel(
             gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
             up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
             square = tl.zeros((TILE_ROWS,), tl.float32)
-            for other in range(0, PARTS):
+            for other in range(PARTS):
                 gate += tl.load(sums + other * padded * width + spot, mask, 0.0)
                 if PAIRED:
                     up += tl.load(sums + other * padded * width + spot + N, mask, 0.0)
