@@ -94,8 +94,8 @@ def delta_window_reference(
             s = s * cache.decays[slot, :, t, None, None] + outer
         cache.state[slot] = s.view(key_heads, ratio, key_dim, value_dim).permute(0, 2, 1, 3).flatten(2)
         for i in range(window):
-            u, z, beta, decay = rows[b, i].float().split(
-                [channels, value_heads * value_dim, weights.lanes, weights.lanes]
+            u, z, beta, decay = (
+                rows[b, i].float().split([channels, value_heads * value_dim, weights.lanes, weights.lanes])
             )
             cache.ring[slot, (position + i) % ring_rows] = rows[b, i, :channels]
             past = [position + i - width + 1 + j for j in range(width)]

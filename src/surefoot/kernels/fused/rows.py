@@ -1,0 +1,163 @@
+"""Gathering rows: embeddings of a pass's tokens, and the inputs of the MTP head.
+
+A pass's tokens are known to the device only: row i of sequence b stands for the token at `start[slot] + shift + i`,
+which is an emitted one (`tokens` [S, L], known up to index `length[slot]`) or one of the drafts behind it (`drafts`
+[B, K]; -1 where there is none, read as token 0).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
+
+BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Text:
+    """Where the tokens stand. `slots` [B], `length` [S], `tokens` [S, L], `drafts` [B, K], all int32."""
+
+    slots: Tensor
+    length: Tensor
+    tokens: Tensor
+    drafts: Tensor
+
+    def ids(self, start: Tensor, shift: int, window: int) -> Tensor:
+        """Token ids of a pass's rows [B * window] (the reference)."""
+        listed = []
+        for b, slot in enumerate(self.slots.tolist()):
+            known = self.tokens[slot, : int(self.length[slot]) + 1].tolist() + self.drafts[b].tolist()
+            for index in range(int(start[slot]) + shift, int(start[slot]) + shift + window):
+                listed.append(max(known[index], 0) if slot >= 0 and 0 <= index < len(known) else 0)
+        return torch.tensor(listed, device=self.tokens.device)
+
+
+def embed_reference(table: Tensor, text: Text, start: Tensor, out: Tensor, *, window: int) -> None:
+    """table [V, H] -> out [B * window, H] float32: the embeddings of the tokens at start[slot] + i."""
+    out.copy_(table[text.ids(start, 0, window)])
+
+
+def embed(table: Tensor, text: Text, start: Tensor, out: Tensor, *, window: int) -> None:
+    """See `embed_reference`."""
+    rows, hidden = out.shape
+    _embed_kernel[(rows, -(-hidden // BLOCK))](
+        table, *_pointers(text), start, out,
+        WINDOW=window, K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=hidden, BLOCK=BLOCK,
+        num_warps=4, **launch_options(out.device),
+    )  # fmt: skip
+
+
+def head_inputs_reference(
+    table: Tensor, text: Text, start: Tensor, hidden: Tensor, norms: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    *, window: int, eps: float,
+) -> None:  # fmt: skip
+    """out [B * window, 2 H]: per row the normed embedding of the token at start[slot] + 1 + i, then the normed hidden
+    state of the position before it.
+
+    `hidden` [B * window, H] float32 is the residual stream before its final norm; `norms` are the scales (1 + w) of
+    that final norm, of the embedding's and of the hidden state's.
+    """
+    final, embedding, second = norms
+
+    def norm(x: Tensor, scale: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
+
+    embedded = norm(table[text.ids(start, 1, window)].float(), embedding)
+    out.copy_(torch.cat([embedded, norm(norm(hidden, final), second)], dim=-1))
+
+
+def head_inputs(
+    table: Tensor, text: Text, start: Tensor, hidden: Tensor, norms: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    *, window: int, eps: float,
+) -> None:  # fmt: skip
+    """See `head_inputs_reference`."""
+    rows, width = hidden.shape
+    _head_inputs_kernel[(rows, 2)](
+        table, *_pointers(text), start, hidden, *norms, out, eps,
+        WINDOW=window, K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=width,
+        BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
+    )  # fmt: skip
+
+
+def pick_reference(x: Tensor, slots: Tensor, count: Tensor, out: Tensor, *, window: int) -> None:
+    """out [B, H] = of each sequence's rows x [B * window, H] the last of its first count[slot] (the first, if 0)."""
+    for b, slot in enumerate(slots.tolist()):
+        out[b] = x[b * window + max(int(count[slot]) - 1, 0)]
+
+
+def pick(x: Tensor, slots: Tensor, count: Tensor, out: Tensor, *, window: int) -> None:
+    """See `pick_reference`."""
+    rows, hidden = out.shape
+    _pick_kernel[(rows, -(-hidden // BLOCK))](
+        x, slots, count, out, WINDOW=window, H=hidden, BLOCK=BLOCK, num_warps=4, **launch_options(out.device)
+    )
+
+
+def _pointers(text: Text) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return text.slots, text.length, text.tokens, text.drafts
+
+
+@triton.jit
+def _token(slots, length, tokens, drafts, start, row, shift, WINDOW: tl.constexpr, K: tl.constexpr,
+           LENGTH: tl.constexpr):  # fmt: skip
+    b = row // WINDOW
+    slot = tl.load(slots + b).to(tl.int64)
+    there = slot >= 0
+    slot = tl.maximum(slot, 0)
+    index = tl.load(start + slot) + shift + row % WINDOW
+    ahead = index - tl.load(length + slot) - 1
+    known = tl.load(tokens + slot * LENGTH + index, there & (ahead < 0) & (index >= 0), 0)
+    draft = tl.load(drafts + b * K + ahead, there & (ahead >= 0) & (ahead < K), 0)
+    return tl.maximum(tl.where(ahead < 0, known, draft), 0).to(tl.int64)
+
+
+@triton.jit
+def _embed_kernel(table, slots, length, tokens, drafts, start, out, WINDOW: tl.constexpr, K: tl.constexpr,
+                  LENGTH: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0)
+    token = _token(slots, length, tokens, drafts, start, row, 0, WINDOW, K, LENGTH)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + row * H + at, tl.load(table + token * H + at, at < H, 0.0).to(tl.float32), at < H)
+
+
+@triton.jit
+def _normed(x, scale, eps, H: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * scale
+
+
+@triton.jit
+def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, final, embedding, second, out, eps,
+                        WINDOW: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr, H: tl.constexpr,
+                        BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    half = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < H
+    wait_for_inputs(DEPENDENT)
+    if half == 0:
+        token = _token(slots, length, tokens, drafts, start, row, 1, WINDOW, K, LENGTH)
+        x = tl.load(table + token * H + at, inside, 0.0).to(tl.float32)
+        x = _normed(x, tl.load(embedding + at, inside, 0.0), eps, H)
+    else:
+        x = tl.load(hidden + row * H + at, inside, 0.0)
+        x = _normed(x, tl.load(final + at, inside, 0.0), eps, H)
+        x = _normed(x, tl.load(second + at, inside, 0.0), eps, H)
+    tl.store(out + row * (2 * H) + half * H + at, x.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _pick_kernel(x, slots, count, out, WINDOW: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+                 DEPENDENT: tl.constexpr):  # fmt: skip
+    wait_for_inputs(DEPENDENT)
+    b = tl.program_id(0)
+    kept = tl.load(count + tl.maximum(tl.load(slots + b), 0))
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = b * WINDOW + tl.maximum(kept - 1, 0)
+    tl.store(out + b * H + at, tl.load(x + row * H + at, at < H, 0.0), at < H)

@@ -1,0 +1,60 @@
+"""Gathered rows against their references."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from surefoot.kernels.fused.rows import (
+    Text,
+    embed,
+    embed_reference,
+    head_inputs,
+    head_inputs_reference,
+    pick,
+    pick_reference,
+)
+
+HIDDEN = 1100
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_text(device: torch.device) -> Text:
+    generator = torch.Generator().manual_seed(5)
+    rows = [[2, -1, 0], [4, 9, 0]]
+    tokens = torch.randint(0, 50, (3, 20), generator=generator)
+    drafts = torch.tensor([[7, 8, -1], [1, 2, 3], [9, 11, -1]])
+    table = [torch.tensor(row) for row in rows]
+    return Text(*(t.to(torch.int32).to(device) for t in (table[0], torch.tensor([4, 9, 0]), tokens, drafts)))
+
+
+def test_embeddings_and_head_inputs(device: torch.device) -> None:
+    text, table = make_text(device), random(50, HIDDEN).to(device)
+    for window, start in ((4, text.length), (2, text.length - 2), (1, text.length + 2)):
+        found, expected = (torch.full((3 * window, HIDDEN), torch.nan, device=device) for _ in range(2))
+        embed(table, text, start, found, window=window)
+        embed_reference(table, text, start, expected, window=window)
+        assert torch.equal(found, expected)
+        hidden = random(3 * window, HIDDEN, seed=1).to(device)
+        norms = (
+            random(HIDDEN, seed=2).to(device),
+            random(HIDDEN, seed=3).to(device),
+            random(HIDDEN, seed=4).to(device),
+        )
+        found, expected = (torch.full((3 * window, 2 * HIDDEN), torch.nan, device=device) for _ in range(2))
+        head_inputs(table, text, start, hidden, norms, found, window=window, eps=1e-6)
+        head_inputs_reference(table, text, start, hidden, norms, expected, window=window, eps=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_pick(device: torch.device) -> None:
+    x, count = random(9, HIDDEN).to(device), torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+    slots = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    found, expected = (torch.full((3, HIDDEN), torch.nan, device=device) for _ in range(2))
+    pick(x, slots, count, found, window=3)
+    pick_reference(x, slots, count, expected, window=3)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, x[[2, 3, 7]])
