@@ -9,10 +9,10 @@ from surefoot.kernels.fused.rows import (
     Text,
     embed,
     embed_reference,
+    final_norm,
+    final_norm_reference,
     head_inputs,
     head_inputs_reference,
-    pick,
-    pick_reference,
 )
 
 HIDDEN = 1100
@@ -38,23 +38,19 @@ def test_embeddings_and_head_inputs(device: torch.device) -> None:
         embed(table, text, start, found, window=window)
         embed_reference(table, text, start, expected, window=window)
         assert torch.equal(found, expected)
-        hidden = random(3 * window, HIDDEN, seed=1).to(device)
-        norms = (
-            random(HIDDEN, seed=2).to(device),
-            random(HIDDEN, seed=3).to(device),
-            random(HIDDEN, seed=4).to(device),
-        )
+        hidden = random(3, 4, HIDDEN, seed=1).to(device)
+        norms = (random(HIDDEN, seed=2).to(device), random(HIDDEN, seed=3).to(device))
         found, expected = (torch.full((3 * window, 2 * HIDDEN), torch.nan, device=device) for _ in range(2))
         head_inputs(table, text, start, hidden, norms, found, window=window, eps=1e-6)
         head_inputs_reference(table, text, start, hidden, norms, expected, window=window, eps=1e-6)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_pick(device: torch.device) -> None:
-    x, count = random(9, HIDDEN).to(device), torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
-    slots = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
-    found, expected = (torch.full((3, HIDDEN), torch.nan, device=device) for _ in range(2))
-    pick(x, slots, count, found, window=3)
-    pick_reference(x, slots, count, expected, window=3)
-    assert torch.equal(found, expected)
-    assert torch.equal(found, x[[2, 3, 7]])
+def test_final_norm(device: torch.device) -> None:
+    x, scale = random(9, HIDDEN).to(device), random(HIDDEN, seed=1).to(device)
+    slots, count = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([2, 0, 1], [0, 2, 3]))
+    for last, room in ((None, 4), ((slots, count), 1)):
+        found, expected = (torch.full((3, room, HIDDEN), 7.0, device=device) for _ in range(2))
+        final_norm(x, scale, found, window=3, eps=1e-6, last=last)
+        final_norm_reference(x, scale, expected, window=3, eps=1e-6, last=last)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

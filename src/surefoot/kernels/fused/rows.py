@@ -54,49 +54,60 @@ def embed(table: Tensor, text: Text, start: Tensor, out: Tensor, *, window: int)
 
 
 def head_inputs_reference(
-    table: Tensor, text: Text, start: Tensor, hidden: Tensor, norms: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    table: Tensor, text: Text, start: Tensor, hidden: Tensor, norms: tuple[Tensor, Tensor], out: Tensor,
     *, window: int, eps: float,
 ) -> None:  # fmt: skip
     """out [B * window, 2 H]: per row the normed embedding of the token at start[slot] + 1 + i, then the normed hidden
     state of the position before it.
 
-    `hidden` [B * window, H] float32 is the residual stream before its final norm; `norms` are the scales (1 + w) of
-    that final norm, of the embedding's and of the hidden state's.
+    `hidden` [B, at least window, H] float32 is post-norm; `norms` are the scales (1 + w) for the embedding's half and
+    for the hidden state's.
     """
-    final, embedding, second = norms
 
     def norm(x: Tensor, scale: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
-    embedded = norm(table[text.ids(start, 1, window)].float(), embedding)
-    out.copy_(torch.cat([embedded, norm(norm(hidden, final), second)], dim=-1))
+    embedded = norm(table[text.ids(start, 1, window)].float(), norms[0])
+    out.copy_(torch.cat([embedded, norm(hidden[: len(text.slots), :window].flatten(0, 1), norms[1])], dim=-1))
 
 
 def head_inputs(
-    table: Tensor, text: Text, start: Tensor, hidden: Tensor, norms: tuple[Tensor, Tensor, Tensor], out: Tensor,
+    table: Tensor, text: Text, start: Tensor, hidden: Tensor, norms: tuple[Tensor, Tensor], out: Tensor,
     *, window: int, eps: float,
 ) -> None:  # fmt: skip
     """See `head_inputs_reference`."""
-    rows, width = hidden.shape
-    _head_inputs_kernel[(rows, 2)](
+    width = hidden.shape[-1]
+    _head_inputs_kernel[(text.slots.shape[0] * window, 2)](
         table, *_pointers(text), start, hidden, *norms, out, eps,
-        WINDOW=window, K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=width,
+        WINDOW=window, ROOM=hidden.shape[1], K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=width,
         BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
     )  # fmt: skip
 
 
-def pick_reference(x: Tensor, slots: Tensor, count: Tensor, out: Tensor, *, window: int) -> None:
-    """out [B, H] = of each sequence's rows x [B * window, H] the last of its first count[slot] (the first, if 0)."""
-    for b, slot in enumerate(slots.tolist()):
-        out[b] = x[b * window + max(int(count[slot]) - 1, 0)]
+def final_norm_reference(x: Tensor, scale: Tensor, out: Tensor, *, window: int, eps: float,
+                         last: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
+    """x [B * window, H] -> out [B, at least window, H] float32: x / sqrt(mean(x^2) + eps) * scale, row by row.
+
+    With `last` = (slots, count) only one row of each sequence, into out [B, 1, H]: the last of its first count[slot]
+    rows (the first, if 0).
+    """
+    normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale).view(-1, window, x.shape[1])
+    if last is None:
+        out[: len(normed), :window] = normed
+    else:
+        for b, slot in enumerate(last[0].tolist()):
+            out[b, 0] = normed[b, max(int(last[1][slot]) - 1, 0)]
 
 
-def pick(x: Tensor, slots: Tensor, count: Tensor, out: Tensor, *, window: int) -> None:
-    """See `pick_reference`."""
-    rows, hidden = out.shape
-    _pick_kernel[(rows, -(-hidden // BLOCK))](
-        x, slots, count, out, WINDOW=window, H=hidden, BLOCK=BLOCK, num_warps=4, **launch_options(out.device)
-    )
+def final_norm(x: Tensor, scale: Tensor, out: Tensor, *, window: int, eps: float,
+               last: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
+    """See `final_norm_reference`."""
+    rows, width = x.shape
+    slots, count = last if last is not None else (x, x)
+    _final_norm_kernel[(rows if last is None else rows // window,)](
+        x, scale, out, slots, count, eps, WINDOW=window, ROOM=out.shape[1], PICK=last is not None, H=width,
+        BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
+    )  # fmt: skip
 
 
 def _pointers(text: Text) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -133,9 +144,9 @@ def _normed(x, scale, eps, H: tl.constexpr):
 
 
 @triton.jit
-def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, final, embedding, second, out, eps,
-                        WINDOW: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr, H: tl.constexpr,
-                        BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, embedding, second, out, eps,
+                        WINDOW: tl.constexpr, ROOM: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr,
+                        H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     half = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -146,18 +157,23 @@ def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, fin
         x = tl.load(table + token * H + at, inside, 0.0).to(tl.float32)
         x = _normed(x, tl.load(embedding + at, inside, 0.0), eps, H)
     else:
-        x = tl.load(hidden + row * H + at, inside, 0.0)
-        x = _normed(x, tl.load(final + at, inside, 0.0), eps, H)
+        x = tl.load(hidden + (row // WINDOW * ROOM + row % WINDOW) * H + at, inside, 0.0)
         x = _normed(x, tl.load(second + at, inside, 0.0), eps, H)
     tl.store(out + row * (2 * H) + half * H + at, x.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _pick_kernel(x, slots, count, out, WINDOW: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-                 DEPENDENT: tl.constexpr):  # fmt: skip
+def _final_norm_kernel(x, scale, out, slots, count, eps, WINDOW: tl.constexpr, ROOM: tl.constexpr,
+                       PICK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < H
+    factor = tl.load(scale + at, inside, 0.0)
     wait_for_inputs(DEPENDENT)
-    b = tl.program_id(0)
-    kept = tl.load(count + tl.maximum(tl.load(slots + b), 0))
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = b * WINDOW + tl.maximum(kept - 1, 0)
-    tl.store(out + b * H + at, tl.load(x + row * H + at, at < H, 0.0), at < H)
+    if PICK:
+        kept = tl.load(count + tl.maximum(tl.load(slots + row), 0))
+        into = row * ROOM
+        row = row * WINDOW + tl.maximum(kept - 1, 0)
+    else:
+        into = row // WINDOW * ROOM + row % WINDOW
+    tl.store(out + into * H + at, _normed(tl.load(x + row * H + at, inside, 0.0), factor, eps, H), inside)
