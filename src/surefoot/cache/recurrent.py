@@ -42,6 +42,14 @@ class RecurrentCache:
         self._offset[slot] = 0
         self._strip[slot][: self._past].zero_()
 
+    def read_state(self, slot: int) -> Tensor:
+        """The settled state [Hk, Dk, r * Dv] (not a copy)."""
+        return self.state[slot]
+
+    def write_state(self, slot: int, state: Tensor) -> None:
+        """Replace it."""
+        self.state[slot] = state
+
     def conv_past(self, slot: int) -> Tensor:
         """The last conv_width - 1 committed inputs [conv_width - 1, C], oldest first (a view)."""
         offset = self._offset[slot]

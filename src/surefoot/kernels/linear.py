@@ -56,26 +56,28 @@ class BlockLinear:
     """`F.linear` on blocks of `block` rows, the last one padded with zeros."""
 
     def __init__(self, weight: Tensor, block: int) -> None:
-        self._weight = weight
+        self.weight = weight
         self._block = block
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] float32 -> [n, out] float32."""
         rows = x.shape[0]
-        x = F.pad(x.to(self._weight.dtype), (0, 0, 0, -rows % self._block))
+        x = F.pad(x.to(self.weight.dtype), (0, 0, 0, -rows % self._block))
         # Each block in memory of its own: a library may choose its kernel by the alignment of what it is given.
-        parts = [F.linear(part.clone(), self._weight) for part in x.split(self._block)]
+        parts = [F.linear(part.clone(), self.weight) for part in x.split(self._block)]
         return torch.cat(parts)[:rows].float() if len(parts) > 1 else parts[0][:rows].float()
 
     def bulk(self, x: Tensor) -> Tensor:
         """One library product."""
-        return F.linear(x.to(self._weight.dtype), self._weight).float()
+        return F.linear(x.to(self.weight.dtype), self.weight).float()
 
 
 class LinearFactory:
-    """Builds the linear layers of one model, remembering which shapes pack exactly on this machine."""
+    """Builds the linear layers of one model, remembering which shapes pack exactly on this machine. Without `pack` the
+    weights stay as they are, for kernels that read them as they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, pack: bool = True) -> None:
+        self._pack = pack
         self._packs: dict[tuple[int, int], bool] = {}
 
     def __call__(self, *weights: Tensor) -> Linear:
@@ -84,7 +86,7 @@ class LinearFactory:
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         if weight.is_cuda:
             return BlockLinear(weight, SINGLE if weight.dtype == torch.float32 else CUDA_ROWS)
-        packed = try_pack(weight)
+        packed = try_pack(weight) if self._pack else None
         if packed is None:
             return BlockLinear(weight, SINGLE)
         shape = (weight.shape[0], weight.shape[1])

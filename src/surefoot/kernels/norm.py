@@ -23,7 +23,8 @@ class RMSNorm:
 
     def __init__(self, scale: Tensor, eps: float) -> None:
         width = scale.shape[-1]
-        self._scale = scale.float() * width**0.5
+        self.scale, self.eps = scale.float(), eps
+        self._scale = self.scale * width**0.5
         self._floor = torch.tensor(eps * width, device=scale.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -48,6 +49,7 @@ class GatedRMSNorm:
 
     def __init__(self, scale: Tensor, eps: float) -> None:
         self._norm = RMSNorm(scale, eps)
+        self.scale, self.eps = self._norm.scale, eps
         self._width = scale.shape[-1]
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -25,31 +25,31 @@ class Attention:
         # Each head's rows of q_proj are its query, then its gate; here all queries stand first and all gates last.
         q_proj = tensors[prefix + "q_proj.weight"].view(c.num_heads, 2, c.head_dim, c.hidden_size)
         query, gate = (part.reshape(-1, c.hidden_size) for part in q_proj.unbind(1))
-        self._in: Linear = linear(
+        self.in_proj: Linear = linear(
             query, tensors[prefix + "k_proj.weight"], tensors[prefix + "v_proj.weight"], gate.contiguous()
         )
-        self._out: Linear = linear(tensors[prefix + "o_proj.weight"])
-        q_scale, k_scale = (1 + tensors[prefix + f"{n}_norm.weight"].float() for n in "qk")
-        scale = torch.cat([q_scale.expand(c.num_heads, -1), k_scale.expand(c.num_kv_heads, -1)])
+        self.out_proj: Linear = linear(tensors[prefix + "o_proj.weight"])
+        self.q_scale, self.k_scale = (1 + tensors[prefix + f"{n}_norm.weight"].float() for n in "qk")
+        scale = torch.cat([self.q_scale.expand(c.num_heads, -1), self.k_scale.expand(c.num_kv_heads, -1)])
         self._norm = RMSNorm(scale, c.norm_eps)
 
     def decode(self, x: Tensor, rope: Rope, cache: KVCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, normalised -> [rows, H]. Writes the rows' keys and values at their positions."""
-        query, keys, values, gate = self._project(self._in(x), rope)
+        query, keys, values, gate = self._project(self.in_proj(x), rope)
         mixed = []
         for span in layout.spans:
             cache.write(span.slot, span.position, keys[span.rows], values[span.rows])
             for offset in range(span.count):
                 prefix = cache.read(span.slot, span.position + offset + 1)
                 mixed.append(attend_one(query[span.row + offset], *prefix).view(1, -1))
-        return self._out(by_row(torch.sigmoid, gate).mul_(layout.join(mixed)))
+        return self.out_proj(by_row(torch.sigmoid, gate).mul_(layout.join(mixed)))
 
     def prefill(self, x: Tensor, rope: Rope, cache: KVCache, slot: int, position: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, after `position` cached ones."""
-        query, keys, values, gate = self._project(self._in.bulk(x), rope)
+        query, keys, values, gate = self._project(self.in_proj.bulk(x), rope)
         cache.write(slot, position, keys, values)
         mixed = attend_chunk(query, *cache.read(slot, position + x.shape[0]))
-        return self._out.bulk(torch.sigmoid(gate).mul_(mixed.flatten(1)))
+        return self.out_proj.bulk(torch.sigmoid(gate).mul_(mixed.flatten(1)))
 
     def _project(self, merged: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The merged projection -> query [n, Hq, D], keys and values [n, Hkv, D], gate [n, Hq * D]."""

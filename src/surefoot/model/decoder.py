@@ -8,6 +8,7 @@ fastest.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from surefoot.kernels.linear import LinearFactory
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.rope import RopeTable
 from surefoot.model.attention import Attention, Rope
-from surefoot.model.deltanet import DeltaNet
+from surefoot.model.deltanet import DeltaNet, PrefillState
 from surefoot.model.ffn import build_ffn
 from surefoot.model.spans import Layout
 
@@ -29,7 +30,7 @@ class Block:
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kind: str,
                  linear: LinearFactory) -> None:  # fmt: skip
-        self._mixer_norm, self._ffn_norm = (
+        self.mixer_norm, self.ffn_norm = (
             RMSNorm(1 + tensors[prefix + f"{n}_layernorm.weight"].float(), config.norm_eps)
             for n in ("input", "post_attention")
         )
@@ -42,27 +43,42 @@ class Block:
 
     def decode(self, x: Tensor, rope: Rope, cache: KVCache | RecurrentCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, updated in place and returned."""
-        normed = self._mixer_norm(x)
+        normed = self.mixer_norm(x)
         if isinstance(self.mixer, Attention):
             assert isinstance(cache, KVCache)
             x += self.mixer.decode(normed, rope, cache, layout)
         else:
             assert isinstance(cache, RecurrentCache)
             x += self.mixer.decode(normed, cache, layout)
-        x += self.ffn.decode(self._ffn_norm(x))
+        x += self.ffn.decode(self.ffn_norm(x))
         return x
 
-    def prefill(self, x: Tensor, rope: Rope, cache: KVCache | RecurrentCache, slot: int, position: int) -> Tensor:
+    def prefill(self, x: Tensor, rope: Rope, cache: KVCache | PrefillState, slot: int, position: int) -> Tensor:
         """x [T, H] float32, updated in place and returned."""
-        normed = self._mixer_norm(x)
+        normed = self.mixer_norm(x)
         if isinstance(self.mixer, Attention):
             assert isinstance(cache, KVCache)
             x += self.mixer.prefill(normed, rope, cache, slot, position)
         else:
-            assert isinstance(cache, RecurrentCache)
+            assert not isinstance(cache, KVCache)
             x += self.mixer.prefill(normed, cache, slot)
-        x += self.ffn.prefill(self._ffn_norm(x))
+        x += self.ffn.prefill(self.ffn_norm(x))
         return x
+
+
+class PrefillLayers(Protocol):
+    """What `Decoder.prefill` needs of the caches; see `cache.hybrid.HybridCache`."""
+
+    @property
+    def layers(self) -> Seq[KVCache | PrefillState]:
+        """One per block."""
+
+    @property
+    def length(self) -> Seq[int]:
+        """Tokens read so far, per slot."""
+
+    def extend(self, slot: int, tokens: int) -> None:
+        """Tokens were read for good."""
 
 
 class Decoder:
@@ -71,12 +87,14 @@ class Decoder:
     `tensors` is emptied as layers are built, so that weights laid out anew do not stand in memory twice.
     """
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], max_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: dict[str, Tensor], max_len: int, linear: LinearFactory | None = None
+    ) -> None:
         self.config = config
         self.max_len = max_len
-        self.linear = LinearFactory()
-        self._embedding = tensors["model.embed_tokens.weight"]
-        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+        self.linear = linear or LinearFactory()
+        self.embedding = tensors["model.embed_tokens.weight"]
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
         self.rope = RopeTable(config.rotary_dim, config.rope_theta, max_len, self.device)
         self.blocks = []
         for index, kind in enumerate(config.layer_types):
@@ -84,12 +102,12 @@ class Decoder:
             self.blocks.append(Block(config, tensors, prefix, kind, self.linear))
             for name in [name for name in tensors if name.startswith(prefix)]:
                 del tensors[name]
-        self._norm = RMSNorm(1 + tensors["model.norm.weight"].float(), config.norm_eps)
-        self._head = self.linear(self._embedding if config.tied else tensors.pop("lm_head.weight"))
+        self.norm = RMSNorm(1 + tensors["model.norm.weight"].float(), config.norm_eps)
+        self.head = self.linear(self.embedding if config.tied else tensors.pop("lm_head.weight"))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [n] -> [n, H] float32."""
-        return F.embedding(tokens, self._embedding).float()
+        return F.embedding(tokens, self.embedding).float()
 
     def embed_padded(self, tokens: Seq[int], rows: int) -> Tensor:
         """Token ids -> [rows, H] float32; padding rows repeat token 0."""
@@ -97,11 +115,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden [n, H], n >= 2 -> [n, V] float32; rows do not depend on n."""
-        return self._head(hidden)
+        return self.head(hidden)
 
     def bulk_logits(self, hidden: Tensor) -> Tensor:
         """The same for many rows, without the promise."""
-        return self._head.bulk(hidden)
+        return self.head.bulk(hidden)
 
     def decode(self, tokens: Seq[int], cache: HybridCache, layout: Layout) -> Tensor:
         """Read the spans' tokens (one list, span after span) into their open windows; post-norm hidden [rows, H]."""
@@ -109,9 +127,9 @@ class Decoder:
         rope = self.rope.at(layout.positions(self.device))
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x = block.decode(x, rope, layer, layout)
-        return self._norm(x)
+        return self.norm(x)
 
-    def prefill(self, tokens: Seq[int], cache: HybridCache, slot: int) -> Tensor:
+    def prefill(self, tokens: Seq[int], cache: PrefillLayers, slot: int) -> Tensor:
         """Read a chunk of T tokens after what the slot holds, for good; post-norm hidden [T, H]."""
         position = cache.length[slot]
         x = self.embed(torch.tensor(tokens, device=self.device))
@@ -119,7 +137,7 @@ class Decoder:
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             x = block.prefill(x, rope, layer, slot, position)
         cache.extend(slot, len(tokens))
-        return self._norm(x)
+        return self.norm(x)
 
 
 def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> HybridCache:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,32 +18,48 @@ from surefoot.kernels.rows import by_row, lane_multiple
 from surefoot.model.spans import Layout
 
 
+class PrefillState(Protocol):
+    """What prefill needs of a layer's cache; see `cache.recurrent.RecurrentCache`."""
+
+    def conv_past(self, slot: int) -> Tensor:
+        """The last conv_width - 1 inputs."""
+
+    def set_past(self, slot: int, rows: Tensor) -> None:
+        """Replace them."""
+
+    def read_state(self, slot: int) -> Tensor:
+        """The recurrent state."""
+
+    def write_state(self, slot: int, state: Tensor) -> None:
+        """Replace it."""
+
+
 class DeltaNet:
     """One linear-attention mixer; its weights are `prefix + in_proj_*, conv1d, A_log, dt_bias, norm, out_proj`."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
         self._config = c = config
-        self._lanes = lane_multiple(c.linear_value_heads)  # beta and decay logits, padded to whole vectors
+        self.lanes = self.lanes_of(c)  # beta and decay logits, padded to whole vectors
         qkv, z, b, a = (tensors[prefix + f"in_proj_{n}.weight"] for n in ("qkv", "z", "b", "a"))
-        filler = b.new_zeros(self._lanes - b.shape[0], c.hidden_size)
-        self._in: Linear = linear(self._by_head(qkv), z, b, filler, a, filler)
-        self._out: Linear = linear(tensors[prefix + "out_proj.weight"])
+        filler = b.new_zeros(self.lanes - b.shape[0], c.hidden_size)
+        self.in_proj: Linear = linear(self._by_head(qkv), z, b, filler, a, filler)
+        self.out_proj: Linear = linear(tensors[prefix + "out_proj.weight"])
         taps = self._by_head(tensors[prefix + "conv1d.weight"].float().view(c.conv_channels, c.conv_width))
-        self._taps = taps.T.contiguous().unsqueeze(1)  # [width, 1, C]
+        self.taps = taps.T.contiguous().unsqueeze(1)  # [width, 1, C]
         self._unit = L2Norm(b.device)
         # Queries are not scaled by Dk^-0.5: the norm takes any scale out of what they read, but for its eps.
-        self._norm = GatedRMSNorm(tensors[prefix + "norm.weight"], c.norm_eps * c.linear_key_dim)
+        self.norm = GatedRMSNorm(tensors[prefix + "norm.weight"], c.norm_eps * c.linear_key_dim)
         column_heads = torch.arange(c.linear_value_heads, device=b.device).repeat_interleave(c.linear_value_dim)
-        self._columns = torch.cat([column_heads, column_heads + self._lanes])
-        padding = (0, self._lanes - c.linear_value_heads)
-        self._dt_bias = F.pad(tensors[prefix + "dt_bias"].float(), padding)
-        self._rate = F.pad(tensors[prefix + "A_log"].float().exp().neg(), padding)
+        self._columns = torch.cat([column_heads, column_heads + self.lanes])
+        padding = (0, self.lanes - c.linear_value_heads)
+        self.dt_bias = F.pad(tensors[prefix + "dt_bias"].float(), padding)
+        self.rate = F.pad(tensors[prefix + "A_log"].float().exp().neg(), padding)
 
     def decode(self, x: Tensor, cache: RecurrentCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, normalised -> [rows, H]. Leaves every span's window open in the cache."""
-        u, z, b, a = self._project(self._in(x))
+        u, z, b, a = self._project(self.in_proj(x))
         strips = [cache.open_strip(span.slot, u[rows]) for span, rows in layout.shares()]
-        mixed = layout.join([causal_conv(strip, self._taps) for strip in strips])
+        mixed = layout.join([causal_conv(strip, self.taps) for strip in strips])
         key_query, value = self._heads(by_row(F.silu, mixed))
         gates = torch.cat([by_row(torch.exp, self._log_decay(a)), by_row(torch.sigmoid, b)], dim=1)
         # One number per value head becomes one per column of its state.
@@ -51,21 +69,27 @@ class DeltaNet:
         for span in layout.spans:
             tape = window.run(span.rows, cache.state[span.slot], cache.ahead[span.slot])
             cache.open_window(span.slot, tape)
-        return self._out(self._norm(window.output().flatten(1), z))
+        return self.out_proj(self.norm(window.output().flatten(1), z))
 
-    def prefill(self, x: Tensor, cache: RecurrentCache, slot: int) -> Tensor:
+    def prefill(self, x: Tensor, cache: PrefillState, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
         c, tokens = self._config, x.shape[0]
-        u, z, b, a = self._project(self._in.bulk(x))
+        u, z, b, a = self._project(self.in_proj.bulk(x))
         strip = torch.cat([cache.conv_past(slot), u])
-        key_query, value = self._heads(F.silu(causal_conv(strip, self._taps)))
+        key_query, value = self._heads(F.silu(causal_conv(strip, self.taps)))
         heads = c.linear_value_heads
-        out, cache.state[slot] = gated_delta.chunk(
+        out, state = gated_delta.chunk(
             key_query[:, :, 1], key_query[:, :, 0], value.view(tokens, heads, -1),
-            self._log_decay(a)[:, :heads], b[:, :heads].sigmoid(), cache.state[slot],
+            self._log_decay(a)[:, :heads], b[:, :heads].sigmoid(), cache.read_state(slot),
         )  # fmt: skip
+        cache.write_state(slot, state)
         cache.set_past(slot, strip[-(c.conv_width - 1) :])
-        return self._out.bulk(self._norm(out.flatten(1), z))
+        return self.out_proj.bulk(self.norm(out.flatten(1), z))
+
+    @staticmethod
+    def lanes_of(config: ModelConfig) -> int:
+        """Columns of the merged projection for beta's logits, and as many for the decay's."""
+        return lane_multiple(config.linear_value_heads)
 
     def _by_head(self, channels: Tensor) -> Tensor:
         """Convolution channels [C, ...] from all queries, all keys, all values to (key, query) of each key head, then
@@ -77,12 +101,12 @@ class DeltaNet:
 
     def _project(self, merged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         c = self._config
-        u, z, b, a = merged.split([c.conv_channels, c.value_width, self._lanes, self._lanes], dim=-1)
+        u, z, b, a = merged.split([c.conv_channels, c.value_width, self.lanes, self.lanes], dim=-1)
         return u, z, b, a
 
     def _log_decay(self, a: Tensor) -> Tensor:
         """g = -exp(A_log) softplus(a + dt_bias), never positive: [n, lanes]."""
-        return by_row(F.softplus, a + self._dt_bias).mul_(self._rate)
+        return by_row(F.softplus, a + self.dt_bias).mul_(self.rate)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The convolution's output [n, C] -> unit keys and queries [n, Hk, 2, Dk], values [n, Hk, 1, r * Dv]."""

@@ -14,17 +14,17 @@ class SwiGLU:
     """(silu(x gate^T) * (x up^T)) down^T; gate and up are one product."""
 
     def __init__(self, gate: Tensor, up: Tensor, down: Tensor, linear: LinearFactory) -> None:
-        self._gate_up: Linear = linear(gate, up)
-        self._down: Linear = linear(down)
+        self.gate_up: Linear = linear(gate, up)
+        self.down: Linear = linear(down)
 
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H], n >= 2; rows do not depend on n."""
-        return self._down(silu_mul(*self._gate_up(x).chunk(2, dim=-1)))
+        return self.down(silu_mul(*self.gate_up(x).chunk(2, dim=-1)))
 
     def prefill(self, x: Tensor) -> Tensor:
         """The same for many rows."""
-        gate, up = self._gate_up.bulk(x).chunk(2, dim=-1)
-        return self._down.bulk(torch.nn.functional.silu(gate).mul_(up))
+        gate, up = self.gate_up.bulk(x).chunk(2, dim=-1)
+        return self.down.bulk(torch.nn.functional.silu(gate).mul_(up))
 
 
 class MoE:

@@ -31,12 +31,12 @@ class MTPHead:
         if self.config.mtp_layers != 1:
             raise CheckpointError(f"MTP head: expected one layer, found {self.config.mtp_layers}")
         self.decoder = decoder
-        self._fc = decoder.linear(tensors["mtp.fc.weight"])
-        self._embedding_norm, self._hidden_norm, self._norm = (
+        self.fc = decoder.linear(tensors["mtp.fc.weight"])
+        self.embedding_norm, self.hidden_norm, self.norm = (
             RMSNorm(1 + tensors[f"mtp.{n}.weight"].float(), self.config.norm_eps)
             for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         )
-        self._block = Block(self.config, tensors, "mtp.layers.0.", "full_attention", decoder.linear)
+        self.block = Block(self.config, tensors, "mtp.layers.0.", "full_attention", decoder.linear)
         for name in [name for name in tensors if name.startswith("mtp.")]:
             del tensors[name]
 
@@ -48,17 +48,17 @@ class MTPHead:
         """hidden [n, H] at the spans' positions and the n tokens that follow them -> the head's post-norm hidden
         [rows, H], padding included. Writes the lane at the spans' positions."""
         hidden = torch.nn.functional.pad(hidden, (0, 0, 0, layout.rows - hidden.shape[0]))
-        x = self._fc(self._inputs(hidden, self.decoder.embed_padded(tokens, layout.rows)))
+        x = self.fc(self._inputs(hidden, self.decoder.embed_padded(tokens, layout.rows)))
         rope = self.decoder.rope.at(layout.positions(self.decoder.device))
-        return self._norm(self._block.decode(x, rope, lane, layout))
+        return self.norm(self.block.decode(x, rope, lane, layout))
 
     def prefill(self, hidden: Tensor, tokens: Seq[int], lane: KVCache, slot: int, position: int) -> Tensor:
         """The same for T consecutive positions of one sequence, the first of which is `position`: [T, H]."""
         device = self.decoder.device
-        x = self._fc.bulk(self._inputs(hidden, self.decoder.embed(torch.tensor(tokens, device=device))))
+        x = self.fc.bulk(self._inputs(hidden, self.decoder.embed(torch.tensor(tokens, device=device))))
         rope = self.decoder.rope.at(torch.arange(position, position + x.shape[0], device=device))
-        return self._norm(self._block.prefill(x, rope, lane, slot, position))
+        return self.norm(self.block.prefill(x, rope, lane, slot, position))
 
     def _inputs(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The two normed halves side by side, embedding first."""
-        return torch.cat([self._embedding_norm(embedded), self._hidden_norm(hidden)], dim=-1)
+        return torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)

@@ -47,12 +47,14 @@ def mtp_shapes(config: ModelConfig) -> Shapes:
     return shapes
 
 
-def random_tensors(config: ModelConfig, seed: int, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Float32 weights of the config's shape that keep activations of order one (norms near their neutral value)."""
+def random_tensors(
+    config: ModelConfig, seed: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Weights of the config's shape that keep activations of order one (norms near their neutral value)."""
     generator = torch.Generator(device=device).manual_seed(seed)
     tensors = {}
     for name, shape in (target_shapes(config) | mtp_shapes(config)).items():
-        noise = torch.randn(shape, generator=generator, device=device)
+        noise = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         if name.endswith("A_log"):
             tensors[name] = noise.abs().add_(0.1).log_()
         elif name.endswith("linear_attn.norm.weight"):

@@ -24,9 +24,14 @@ TILE_ROWS = tl.constexpr(16)  # rows of every tile product: one instruction shap
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of every launch on the device: `DEPENDENT` for the kernel, `launch_pdl` for the driver."""
+    """Keyword arguments of every launch on the device: `DEPENDENT` for the kernel, `launch_pdl` for the driver.
+
+    Products and sums stay apart: which of two products a compiler fuses with their sum may differ from one loop to the
+    next, and with it the last bit.
+    """
     dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"DEPENDENT": True, "launch_pdl": True} if dependent else {"DEPENDENT": False}
+    options: dict[str, Any] = {"DEPENDENT": dependent, "enable_fp_fusion": False}
+    return options | {"launch_pdl": True} if dependent else options
 
 
 @triton.jit

@@ -34,6 +34,7 @@ class Tiling:
     parts: int = 1
     warps: int = 4
     stages: int = 4
+    ahead: int = 8
 
 
 def choose_tiling(out_features: int, in_features: int, weight_bytes: int, paired: bool) -> Tiling:
@@ -85,14 +86,15 @@ def linear_reference(
     row_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
-    """out = epilogue(norm(x) weight^T). x [R, K]; weight [N, K] (for "swiglu" [2 N, K]: gates, then ups); out [R, N].
+    """out = epilogue(norm(x) weight^T). x [R, K], or [B, W, K] of which sequences may lie
+    apart; weight [N, K] (for "swiglu" [2 N, K]: gates, then ups); out [R, N].
 
     With `norm` float32 [K] (1 + w of a zero-centred weight) x is normalised first: x / sqrt(mean(x^2) + eps) * norm.
     "add" adds to out; "swiglu" stores silu(gate) * up. `row_scale` float32 [rows of weight] multiplies the product: the
     scales of 8-bit weights.
     """
-    inputs = x.float()
-    factor = torch.ones(x.shape[0], 1, device=x.device)
+    inputs = x.flatten(0, -2).float()
+    factor = torch.ones(inputs.shape[0], 1, device=x.device)
     if norm is not None:
         factor = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
         inputs = inputs * norm
@@ -122,7 +124,8 @@ def linear(
     tiling: Tiling | None = None,
 ) -> None:
     """See `linear_reference`; `workspace` is needed where the tiling has several parts."""
-    rows, inner = x.shape
+    rows, inner = x.shape[:-1].numel(), x.shape[-1]
+    window, room = (x.shape[1], x.stride(0) // inner) if x.dim() == 3 else (1, 1)
     features = out.shape[1]
     paired = epilogue == "swiglu"
     if tiling is None:
@@ -134,9 +137,10 @@ def linear(
         x, weight, filler if norm is None else norm, filler if row_scale is None else row_scale, out,
         filler if workspace is None else workspace.sums, filler if workspace is None else workspace.squares,
         filler if workspace is None else workspace.counters,
-        rows, eps, N=features, K=inner, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, PARTS=tiling.parts,
+        rows, eps, WINDOW=window, ROOM=room, N=features, K=inner,
+        BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, PARTS=tiling.parts,
         NORM=norm is not None, SCALED=row_scale is not None, PAIRED=paired, ADD=epilogue == "add",
-        NARROW=weight.dtype.itemsize == 1,
+        NARROW=weight.dtype.itemsize == 1, AHEAD=tiling.ahead,
         INTERPRETED=INTERPRET, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(x.device),
     )  # fmt: skip
 
@@ -169,25 +173,28 @@ def _finish(gate, up, square, scale, out, offsets, mask, n, N, K, eps,
 @triton.jit
 def _linear_kernel(
     x, weight, norm, scale, out, sums, squares, counters, rows, eps,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    WINDOW: tl.constexpr, ROOM: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     NORM: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, NARROW: tl.constexpr,
-    INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    x += (m // WINDOW * ROOM + m % WINDOW)[:, None] * K
     row = (n % N).to(tl.int64) * K  # rows past the end wrap around: no mask in the loop, nothing stored
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     per_part: tl.constexpr = (blocks_k + PARTS - 1) // PARTS
     first = part * per_part * BLOCK_K
-    # The first kilobyte of each weight row, asked for while the kernel before this one still runs.
-    per_line: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth * 8
-    ahead = first + tl.arange(0, 8) * per_line
-    prefetch(weight + row[:, None] + tl.minimum(ahead, K - 1)[None, :], DEPENDENT)
-    if PAIRED:
-        prefetch(weight + (N * K + row)[:, None] + tl.minimum(ahead, K - 1)[None, :], DEPENDENT)
+    # The beginning of each weight row, asked for while the kernel before this one still runs.
+    if AHEAD > 0:
+        per_line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
+        ahead = first + tl.arange(0, AHEAD) * per_line
+        prefetch(weight + row[:, None] + tl.minimum(ahead, K - 1)[None, :], DEPENDENT)
+        if PAIRED:
+            prefetch(weight + (N * K + row)[:, None] + tl.minimum(ahead, K - 1)[None, :], DEPENDENT)
     wait_for_inputs(DEPENDENT)
 
     gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
@@ -196,11 +203,11 @@ def _linear_kernel(
     for step in range(per_part):
         k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
         if K % (BLOCK_K * PARTS) == 0:
-            a = tl.load(x + m[:, None] * K + k[None, :], (m < rows)[:, None], 0.0)
+            a = tl.load(x + k[None, :], (m < rows)[:, None], 0.0)
             w = tl.load(weight + row[:, None] + k[None, :])
         else:
             inside = k < K
-            a = tl.load(x + m[:, None] * K + k[None, :], (m < rows)[:, None] & inside[None, :], 0.0)
+            a = tl.load(x + k[None, :], (m < rows)[:, None] & inside[None, :], 0.0)
             w = tl.load(weight + row[:, None] + k[None, :], inside[None, :], 0.0)
         if NORM:
             a = a.to(tl.float32)

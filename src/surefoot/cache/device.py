@@ -1,0 +1,131 @@
+"""The caches of a decode step that runs on the device alone, and the numbers that steer it.
+
+A step reads where each sequence stands from `length` and writes it there; the host writes these numbers only when a
+sequence starts. So a step can be recorded once and replayed. Prefill, which the host drives, sees the same memory
+through `PrefillCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from surefoot.cache.kv import KVCache
+from surefoot.kernels.fused.delta import DeltaState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Per slot, int32: `tokens` [S, L] prompt and output; `length` [S], how many of them the target has read (the
+    token at that index is the last emitted one); `replay` [S], how many of the last window's tokens the recurrent
+    states have yet to take in; `fresh` [S], how many of the last hidden states the MTP lane has yet to take in;
+    `limit` [S], the number of tokens at which the sequence ends. `hidden` [S, W, H] float32: post-norm states of the
+    last window."""
+
+    tokens: Tensor
+    length: Tensor
+    replay: Tensor
+    fresh: Tensor
+    limit: Tensor
+    hidden: Tensor
+
+    @classmethod
+    def allocate(cls, slots: int, max_len: int, window: int, hidden: int, device: torch.device) -> Progress:
+        """Empty slots for sequences of at most `max_len` tokens and windows of at most `window`."""
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(slots, *shape, dtype=torch.int32, device=device)
+
+        tokens = numbers(max_len + window)
+        return cls(
+            tokens, numbers(), numbers(), numbers(), numbers(), torch.zeros(slots, window, hidden, device=device)
+        )
+
+    def start(self, slot: int, tokens: Seq[int], limit: int, hidden: Tensor | None) -> None:
+        """The target has read all of the prompt but its last token; `hidden` [H] is its post-norm state behind it (None
+        if it has read nothing)."""
+        device = self.tokens.device
+        self.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32).to(device)
+        self.length[slot] = len(tokens) - 1
+        self.replay[slot] = 0
+        self.fresh[slot] = int(hidden is not None)
+        self.limit[slot] = limit
+        if hidden is not None:
+            self.hidden[slot, 0] = hidden
+
+
+class DeltaSlots:
+    """A recurrent layer as prefill sees it: state and convolution inputs of the tokens read so far."""
+
+    def __init__(self, device_state: DeltaState, conv_width: int) -> None:
+        self.device_state = device_state
+        slots, _, channels = device_state.ring.shape
+        self._past = torch.zeros(slots, conv_width - 1, channels, device=device_state.ring.device)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of one sequence's state, tape and ring."""
+        own = self.device_state
+        return sum(t.nbytes for t in (own.state, own.keys, own.deltas, own.decays, own.ring)) // len(own.ring)
+
+    def reset(self, slot: int) -> None:
+        """An empty sequence."""
+        self.device_state.state[slot].zero_()
+        self._past[slot].zero_()
+
+    def conv_past(self, slot: int) -> Tensor:
+        """The last conv_width - 1 inputs [conv_width - 1, C], oldest first."""
+        return self._past[slot]
+
+    def set_past(self, slot: int, rows: Tensor) -> None:
+        """Replace them."""
+        self._past[slot] = rows
+
+    def read_state(self, slot: int) -> Tensor:
+        """The recurrent state [Hk, Dk, r * Dv]."""
+        return self.device_state.state[slot]
+
+    def write_state(self, slot: int, state: Tensor) -> None:
+        """Replace it."""
+        self.device_state.state[slot] = state
+
+    def fill_ring(self, slot: int, rows: Tensor) -> None:
+        """Put the last inputs where the decode step looks for them: `rows` [conv_width - 1] of the ring."""
+        self.device_state.ring[slot].index_copy_(0, rows, self._past[slot].to(self.device_state.ring.dtype))
+
+
+class PrefillCache:
+    """What `Decoder.prefill` needs of a cache, over the device's memory."""
+
+    def __init__(self, layers: list[KVCache | DeltaSlots], slots: int, conv_width: int) -> None:
+        self.layers = layers
+        self.length = [0] * slots
+        self._past = conv_width - 1
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Memory of one sequence's place in all layers."""
+        return sum(layer.bytes_per_slot for layer in self.layers)
+
+    def reset(self, slot: int) -> None:
+        """Empty the slot."""
+        self.length[slot] = 0
+        for layer in self._recurrent():
+            layer.reset(slot)
+
+    def extend(self, slot: int, tokens: int) -> None:
+        """`tokens` tokens were read."""
+        self.length[slot] += tokens
+
+    def finish(self, slot: int) -> None:
+        """The prompt has been read: hand the slot over to the decode step."""
+        for layer in self._recurrent():
+            ring = layer.device_state.ring
+            positions = torch.arange(self.length[slot] - self._past, self.length[slot], device=ring.device)
+            layer.fill_ring(slot, positions % ring.shape[1])
+
+    def _recurrent(self) -> list[DeltaSlots]:
+        return [layer for layer in self.layers if isinstance(layer, DeltaSlots)]

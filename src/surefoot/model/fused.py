@@ -1,0 +1,209 @@
+"""The decode pass as fused kernels: five a layer, over memory that stays where it is.
+
+The weights are those of the plain model (`Decoder`, `MTPHead`), which goes on to read prompts; here its layers are only
+arranged for windows of few tokens. Nothing in a pass depends on a number that the host holds, so it can be recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from surefoot.cache.device import DeltaSlots, PrefillCache, Progress
+from surefoot.cache.kv import KVCache
+from surefoot.config import ModelConfig
+from surefoot.kernels.fused.attention import attend, workspaces
+from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
+from surefoot.kernels.fused.linear import Workspace, linear
+from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
+from surefoot.kernels.linear import BlockLinear, Linear
+from surefoot.model.attention import Attention
+from surefoot.model.decoder import Block, Decoder, build_kv
+from surefoot.model.deltanet import DeltaNet
+from surefoot.model.ffn import SwiGLU
+from surefoot.model.mtp import MTPHead
+
+MAX_PARTS = 4  # parts of an input axis; see `kernels.fused.linear.Tiling`
+
+
+class Scratch:
+    """Memory that the layers of a pass take turns to use, for at most `rows` rows."""
+
+    def __init__(self, decoder: Decoder, rows: int) -> None:
+        c, device, dtype = decoder.config, decoder.device, decoder.dtype
+        self.rows = rows
+        attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        delta = c.conv_channels + c.value_width + 2 * DeltaNet.lanes_of(c)
+        mixed = max(c.num_heads * c.head_dim, c.value_width)
+        self._flat = {
+            name: torch.empty(rows * columns, dtype=kind, device=device)
+            for name, columns, kind in (
+                ("merged", max(attention, delta), dtype),
+                ("mixed", mixed, dtype),
+                ("act", c.ffn_width or 1, dtype),
+                ("stream", c.hidden_size, torch.float32),
+                ("pair", 2 * c.hidden_size, dtype),
+                ("logits", c.vocab_size, torch.float32),
+            )
+        }
+        widest = max(attention, delta, 2 * (c.ffn_width or 0), c.hidden_size)
+        self.sums = Workspace.allocate(rows, max(widest, c.vocab_size), 1, device)
+        self.splits = workspaces(rows, c.num_heads, c.head_dim, decoder.max_len, device)
+
+    def take(self, name: str, rows: int, columns: int) -> Tensor:
+        """[rows, columns] of the buffer `name`."""
+        return self._flat[name][: rows * columns].view(rows, columns)
+
+
+class FusedMixer(Protocol):
+    """merged projection -> what the output projection reads."""
+
+    def __call__(self, merged: Tensor, out: Tensor, slots: Tensor, start: Tensor, window: int) -> None:
+        """Rows of a window, at start[slot] + i."""
+
+
+class FusedAttention:
+    """`kernels.fused.attention` with one layer's weights and cache."""
+
+    def __init__(self, layer: Attention, decoder: Decoder, cache: KVCache, scratch: Scratch) -> None:
+        self._scales = layer.q_scale, layer.k_scale
+        self._rope = decoder.rope.cos.squeeze(1), decoder.rope.sin.squeeze(1)
+        self._cache, self._scratch, self._eps = cache, scratch, decoder.config.norm_eps
+
+    def __call__(self, merged: Tensor, out: Tensor, slots: Tensor, start: Tensor, window: int) -> None:
+        """Window rows stand at start[slot] + i; their keys and values enter the cache."""
+        attend(merged, *self._scales, *self._rope, self._cache.keys, self._cache.values, slots, start, out,
+               *self._scratch.splits, window=window, eps=self._eps)  # fmt: skip
+
+
+class FusedDelta:
+    """`kernels.fused.delta` with one layer's weights and state."""
+
+    def __init__(self, layer: DeltaNet, state: DeltaState, replay: Tensor) -> None:
+        heads = state.deltas.shape[1]
+        self._weights = DeltaWeights(
+            layer.taps.squeeze(1), layer.rate[:heads].contiguous(), layer.dt_bias[:heads].contiguous(),
+            layer.norm.scale, layer.norm.eps, layer.lanes,
+        )  # fmt: skip
+        self._state, self._replay = state, replay
+
+    def __call__(self, merged: Tensor, out: Tensor, slots: Tensor, start: Tensor, window: int) -> None:
+        """The last window's kept tokens are applied, then the new window is run."""
+        delta_window(merged, self._weights, self._state, slots, start, self._replay, out, window=window)
+
+
+class FusedBlock:
+    """x + mixer(norm(x)), then x + ffn(norm(x)), x in place."""
+
+    def __init__(self, block: Block, mixer: FusedMixer, scratch: Scratch) -> None:
+        self._mixer, self._scratch = mixer, scratch
+        self._in, self._out = weight_of(block.mixer.in_proj), weight_of(block.mixer.out_proj)
+        self._norms = block.mixer_norm.scale, block.ffn_norm.scale
+        self._eps = block.mixer_norm.eps
+        assert isinstance(block.ffn, SwiGLU)
+        self._gate_up, self._down = weight_of(block.ffn.gate_up), weight_of(block.ffn.down)
+
+    def __call__(self, x: Tensor, slots: Tensor, start: Tensor, window: int) -> None:
+        """x [B * window, H] float32."""
+        rows, scratch = x.shape[0], self._scratch
+        merged = scratch.take("merged", rows, self._in.shape[0])
+        mixed = scratch.take("mixed", rows, self._out.shape[1])
+        act = scratch.take("act", rows, self._down.shape[1])
+        linear(x, self._in, merged, scratch.sums, norm=self._norms[0], eps=self._eps)
+        self._mixer(merged, mixed, slots, start, window)
+        linear(mixed, self._out, x, scratch.sums, epilogue="add")
+        linear(x, self._gate_up, act, scratch.sums, norm=self._norms[1], eps=self._eps, epilogue="swiglu")
+        linear(act, self._down, x, scratch.sums, epilogue="add")
+
+
+class FusedModel:
+    """Decoder and MTP head over one set of device caches.
+
+    `slots` sequences; windows of at most `window` tokens. The caches' memory is shared with `prefill_cache`, through
+    which the plain model reads prompts, and `lane`, the head's.
+    """
+
+    def __init__(self, decoder: Decoder, head: MTPHead | None, slots: int, window: int) -> None:
+        c = decoder.config
+        self.decoder, self.head, self.slots, self.window = decoder, head, slots, window
+        self.progress = Progress.allocate(slots, decoder.max_len, window, c.hidden_size, decoder.device)
+        self.scratch = Scratch(decoder, slots * window)
+        layers: list[KVCache | DeltaSlots] = []
+        self._blocks = []
+        for block in decoder.blocks:
+            mixer: FusedMixer
+            if isinstance(block.mixer, Attention):
+                kv = build_kv(c, slots, decoder.max_len, decoder.dtype, decoder.device)
+                layers.append(kv)
+                mixer = FusedAttention(block.mixer, decoder, kv, self.scratch)
+            else:
+                state = _build_delta(c, slots, window, decoder)
+                layers.append(DeltaSlots(state, c.conv_width))
+                mixer = FusedDelta(block.mixer, state, self.progress.replay)
+            self._blocks.append(FusedBlock(block, mixer, self.scratch))
+        self.prefill_cache = PrefillCache(layers, slots, c.conv_width)
+        self._lm_head = weight_of(decoder.head)
+        if head is not None:
+            self.lane = head.build_lane(slots)
+            own = FusedAttention(_attention_of(head.block), decoder, self.lane, self.scratch)
+            self._head_block = FusedBlock(head.block, own, self.scratch)
+            self._chained = torch.zeros(slots, 1, c.hidden_size, device=decoder.device)
+
+    def score(self, text: Text, window: int) -> Tensor:
+        """Read the window of every sequence (its last emitted token and its drafts); logits [B * window, V] float32.
+        The rows' post-norm hidden states stay in `progress.hidden`."""
+        rows = text.slots.shape[0] * window
+        x = self.scratch.take("stream", rows, self.decoder.config.hidden_size)
+        embed(self.decoder.embedding, text, text.length, x, window=window)
+        for block in self._blocks:
+            block(x, text.slots, text.length, window)
+        final_norm(x, self.decoder.norm.scale, self.progress.hidden, window=window, eps=self.decoder.norm.eps)
+        return self._logits(self.progress.hidden[: text.slots.shape[0], :window])
+
+    def draft_first(self, text: Text, start: Tensor, window: int) -> Tensor:
+        """Take the target's last hidden states into the head's lane, from position start[slot]; the logits of the first
+        draft token [B, V]."""
+        return self._draft(text, start, self.progress.hidden, window, (text.slots, self.progress.fresh))
+
+    def draft_next(self, text: Text, start: Tensor) -> Tensor:
+        """One more row of the head, from its own last hidden state; the logits of the next draft token [B, V]."""
+        return self._draft(text, start, self._chained, 1, None)
+
+    def _draft(self, text: Text, start: Tensor, hidden: Tensor, window: int,
+               last: tuple[Tensor, Tensor] | None) -> Tensor:  # fmt: skip
+        assert self.head is not None
+        head, batch = self.head, text.slots.shape[0]
+        rows, width = batch * window, self.decoder.config.hidden_size
+        pair = self.scratch.take("pair", rows, 2 * width)
+        x = self.scratch.take("stream", rows, width)
+        norms = head.embedding_norm.scale, head.hidden_norm.scale
+        head_inputs(self.decoder.embedding, text, start, hidden, norms, pair, window=window, eps=head.norm.eps)
+        linear(pair, weight_of(head.fc), x, self.scratch.sums)
+        self._head_block(x, text.slots, start, window)
+        final_norm(x, head.norm.scale, self._chained, window=window, eps=head.norm.eps, last=last)
+        return self._logits(self._chained[:batch])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self.scratch.take("logits", hidden.shape[:2].numel(), self.decoder.config.vocab_size)
+        linear(hidden, self._lm_head, logits, self.scratch.sums)
+        return logits
+
+
+def weight_of(layer: Linear) -> Tensor:
+    """The layer's weight, as it is in memory."""
+    assert isinstance(layer, BlockLinear), "the fused model reads weights that are not packed"
+    return layer.weight
+
+
+def _attention_of(block: Block) -> Attention:
+    assert isinstance(block.mixer, Attention)
+    return block.mixer
+
+
+def _build_delta(c: ModelConfig, slots: int, window: int, decoder: Decoder) -> DeltaState:
+    return DeltaState.allocate(
+        slots, (c.linear_key_heads, c.linear_value_heads), (c.linear_key_dim, c.linear_value_dim),
+        c.conv_channels, c.conv_width, window, decoder.dtype, decoder.device,
+    )  # fmt: skip
