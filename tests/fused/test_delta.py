@@ -31,7 +31,14 @@ class Case:
             LANES,
         )
         self.cache = DeltaState.allocate(3, heads, (DK, DV), self.channels, WIDTH, TAPE, dtype, device)
-        for tensor in (self.cache.keys, self.cache.deltas, self.cache.decays, self.cache.ring):
+        for tensor in (
+            self.cache.keys,
+            self.cache.queries,
+            self.cache.values,
+            self.cache.deltas,
+            self.cache.gates,
+            self.cache.ring,
+        ):
             tensor.fill_(torch.nan)  # nothing may be read that was not written
         self.length = torch.zeros(3, dtype=torch.int32, device=device)
         self.replay = torch.zeros(3, dtype=torch.int32, device=device)

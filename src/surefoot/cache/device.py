@@ -68,8 +68,8 @@ class DeltaSlots:
     @property
     def bytes_per_slot(self) -> int:
         """Memory of one sequence's state, tape and ring."""
-        own = self.device_state
-        return sum(t.nbytes for t in (own.state, own.keys, own.deltas, own.decays, own.ring)) // len(own.ring)
+        own = vars(self.device_state).values()
+        return sum(tensor.nbytes for tensor in own) // len(self._past)
 
     def reset(self, slot: int) -> None:
         """An empty sequence."""

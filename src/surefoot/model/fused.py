@@ -16,7 +16,7 @@ from surefoot.cache.kv import KVCache
 from surefoot.config import ModelConfig
 from surefoot.kernels.fused.attention import attend, workspaces
 from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
-from surefoot.kernels.fused.linear import Workspace, linear
+from surefoot.kernels.fused.linear import Feed, Workspace, choose_tiling, linear
 from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
 from surefoot.kernels.linear import BlockLinear, Linear
 from surefoot.model.attention import Attention
@@ -45,12 +45,19 @@ class Scratch:
                 ("act", c.ffn_width or 1, dtype),
                 ("stream", c.hidden_size, torch.float32),
                 ("pair", 2 * c.hidden_size, dtype),
+                ("scaled", c.hidden_size, dtype),
+                ("narrow", c.hidden_size, dtype),
+                ("squares", c.hidden_size, torch.float32),
                 ("logits", c.vocab_size, torch.float32),
             )
         }
         widest = max(attention, delta, 2 * (c.ffn_width or 0), c.hidden_size)
         self.sums = Workspace.allocate(rows, max(widest, c.vocab_size), 1, device)
         self.splits = workspaces(rows, c.num_heads, c.head_dim, decoder.max_len, device)
+
+    def feed(self, rows: int, columns: int, parts: int) -> Feed:
+        """The residual stream's companion, for a layer of so many blocks."""
+        return Feed(self.take("scaled", rows, columns), self.take("squares", rows, parts))
 
     def take(self, name: str, rows: int, columns: int) -> Tensor:
         """[rows, columns] of the buffer `name`."""
@@ -95,27 +102,35 @@ class FusedDelta:
 
 
 class FusedBlock:
-    """x + mixer(norm(x)), then x + ffn(norm(x)), x in place."""
+    """x + mixer(norm(x)), then x + ffn(norm(x)), x in place. Every sum into x prepares the norm that reads it next, the
+    last one that of the block behind this one (`then`, if any)."""
 
-    def __init__(self, block: Block, mixer: FusedMixer, scratch: Scratch) -> None:
+    def __init__(self, block: Block, mixer: FusedMixer, scratch: Scratch, then: Block | None) -> None:
         self._mixer, self._scratch = mixer, scratch
         self._in, self._out = weight_of(block.mixer.in_proj), weight_of(block.mixer.out_proj)
-        self._norms = block.mixer_norm.scale, block.ffn_norm.scale
+        self._ffn_norm, self._next_norm = block.ffn_norm.scale, None if then is None else then.mixer_norm.scale
         self._eps = block.mixer_norm.eps
         assert isinstance(block.ffn, SwiGLU)
         self._gate_up, self._down = weight_of(block.ffn.gate_up), weight_of(block.ffn.down)
 
+    def feed(self, rows: int) -> Feed:
+        """What must hold the stream prepared for this block's first norm."""
+        return self._scratch.feed(rows, self._in.shape[1], parts_of(self._down))
+
     def __call__(self, x: Tensor, slots: Tensor, start: Tensor, window: int) -> None:
-        """x [B * window, H] float32."""
+        """x [B * window, H] float32, prepared in `feed`."""
         rows, scratch = x.shape[0], self._scratch
         merged = scratch.take("merged", rows, self._in.shape[0])
         mixed = scratch.take("mixed", rows, self._out.shape[1])
         act = scratch.take("act", rows, self._down.shape[1])
-        linear(x, self._in, merged, scratch.sums, norm=self._norms[0], eps=self._eps)
+        first, second = self.feed(rows), scratch.feed(rows, x.shape[1], parts_of(self._out))
+        linear(first.scaled, self._in, merged, scratch.sums, squares=first.squares, eps=self._eps)
         self._mixer(merged, mixed, slots, start, window)
-        linear(mixed, self._out, x, scratch.sums, epilogue="add")
-        linear(x, self._gate_up, act, scratch.sums, norm=self._norms[1], eps=self._eps, epilogue="swiglu")
-        linear(act, self._down, x, scratch.sums, epilogue="add")
+        linear(mixed, self._out, x, scratch.sums, epilogue="add", feed=(self._ffn_norm, second))
+        linear(second.scaled, self._gate_up, act, scratch.sums, squares=second.squares, eps=self._eps,
+               epilogue="swiglu")  # fmt: skip
+        next_feed = None if self._next_norm is None else (self._next_norm, first)
+        linear(act, self._down, x, scratch.sums, epilogue="add", feed=next_feed)
 
 
 class FusedModel:
@@ -132,7 +147,7 @@ class FusedModel:
         self.scratch = Scratch(decoder, slots * window)
         layers: list[KVCache | DeltaSlots] = []
         self._blocks = []
-        for block in decoder.blocks:
+        for index, block in enumerate(decoder.blocks):
             mixer: FusedMixer
             if isinstance(block.mixer, Attention):
                 kv = build_kv(c, slots, decoder.max_len, decoder.dtype, decoder.device)
@@ -142,13 +157,14 @@ class FusedModel:
                 state = _build_delta(c, slots, window, decoder)
                 layers.append(DeltaSlots(state, c.conv_width))
                 mixer = FusedDelta(block.mixer, state, self.progress.replay)
-            self._blocks.append(FusedBlock(block, mixer, self.scratch))
+            then = decoder.blocks[index + 1] if index + 1 < len(decoder.blocks) else None
+            self._blocks.append(FusedBlock(block, mixer, self.scratch, then))
         self.prefill_cache = PrefillCache(layers, slots, c.conv_width)
         self._lm_head = weight_of(decoder.head)
         if head is not None:
             self.lane = head.build_lane(slots)
             own = FusedAttention(_attention_of(head.block), decoder, self.lane, self.scratch)
-            self._head_block = FusedBlock(head.block, own, self.scratch)
+            self._head_block = FusedBlock(head.block, own, self.scratch, None)
             self._chained = torch.zeros(slots, 1, c.hidden_size, device=decoder.device)
 
     def score(self, text: Text, window: int) -> Tensor:
@@ -156,11 +172,14 @@ class FusedModel:
         The rows' post-norm hidden states stay in `progress.hidden`."""
         rows = text.slots.shape[0] * window
         x = self.scratch.take("stream", rows, self.decoder.config.hidden_size)
-        embed(self.decoder.embedding, text, text.length, x, window=window)
+        first = self.decoder.blocks[0].mixer_norm.scale
+        embed(self.decoder.embedding, text, text.length, x, first, self._blocks[0].feed(rows), window=window)
         for block in self._blocks:
             block(x, text.slots, text.length, window)
-        final_norm(x, self.decoder.norm.scale, self.progress.hidden, window=window, eps=self.decoder.norm.eps)
-        return self._logits(self.progress.hidden[: text.slots.shape[0], :window])
+        narrow = self.scratch.take("narrow", rows, x.shape[1])
+        norm = self.decoder.norm
+        final_norm(x, norm.scale, self.progress.hidden, narrow, window=window, eps=norm.eps)
+        return self._logits(narrow)
 
     def draft_first(self, text: Text, start: Tensor, window: int) -> Tensor:
         """Take the target's last hidden states into the head's lane, from position start[slot]; the logits of the first
@@ -180,15 +199,23 @@ class FusedModel:
         x = self.scratch.take("stream", rows, width)
         norms = head.embedding_norm.scale, head.hidden_norm.scale
         head_inputs(self.decoder.embedding, text, start, hidden, norms, pair, window=window, eps=head.norm.eps)
-        linear(pair, weight_of(head.fc), x, self.scratch.sums)
+        feed = head.block.mixer_norm.scale, self._head_block.feed(rows)
+        linear(pair, weight_of(head.fc), x, self.scratch.sums, feed=feed)
         self._head_block(x, text.slots, start, window)
-        final_norm(x, head.norm.scale, self._chained, window=window, eps=head.norm.eps, last=last)
-        return self._logits(self._chained[:batch])
+        narrow = self.scratch.take("narrow", batch, width)
+        final_norm(x, head.norm.scale, self._chained, narrow, window=window, eps=head.norm.eps, last=last)
+        return self._logits(narrow)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.scratch.take("logits", hidden.shape[:2].numel(), self.decoder.config.vocab_size)
+        logits = self.scratch.take("logits", hidden.shape[0], self.decoder.config.vocab_size)
         linear(hidden, self._lm_head, logits, self.scratch.sums)
         return logits
+
+
+def parts_of(weight: Tensor) -> int:
+    """Blocks of the outputs of a layer that adds to the residual stream."""
+    features, inner = weight.shape
+    return -(-features // choose_tiling(features, inner, weight.dtype.itemsize, paired=False).block_n)
 
 
 def weight_of(layer: Linear) -> Tensor:

@@ -43,13 +43,13 @@ def wait_for_inputs(DEPENDENT: tl.constexpr):
 
 
 @triton.jit
-def prefetch(pointers, DEPENDENT: tl.constexpr):
-    """Ask for the 128-byte lines at `pointers` to be brought into the L2 cache."""
+def prefetch(pointers, BYTES: tl.constexpr, DEPENDENT: tl.constexpr):
+    """Ask for BYTES bytes (a multiple of 16) from each pointer on to be brought into the L2 cache."""
     if DEPENDENT:
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [pointers.to(tl.int64, bitcast=True)],
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [pointers.to(tl.int64, bitcast=True), tl.full(pointers.shape, BYTES, tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -5,13 +5,15 @@ input axis in fixed blocks. A row's sums are then the same operations in the sam
 With few output features the input axis is cut into a fixed number of parts besides; whichever program of a block comes
 last adds the parts up in their order.
 
-What stands around the product rides along: the norm in front of it (its factor per row is applied behind, as it
-factors out), the residual addition or the SwiGLU activation behind it.
+What stands around the product rides along, for a kernel of its own would cost more than its work. A layer that ends in
+the residual stream also prepares the next norm (`Feed`): the stream times the norm's scale, in the weights' type, and
+sums of squares; the next layer multiplies its sums by the row's 1 / rms, which factors out. A SwiGLU's gate and up are
+computed by the same program.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,14 +29,15 @@ Epilogue = Literal["store", "add", "swiglu"]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one weight shape is cut: output features and inputs of a tile, parts of the input axis, warps, stages."""
+    """How one weight shape is cut: output features and inputs of a tile, parts of the input axis, warps, stages; and
+    how many inputs of every row are asked for ahead (a multiple of 64, or 0)."""
 
     block_n: int
     block_k: int
     parts: int = 1
     warps: int = 4
     stages: int = 4
-    ahead: int = 8
+    ahead: int = 512
 
 
 def choose_tiling(out_features: int, in_features: int, weight_bytes: int, paired: bool) -> Tiling:
@@ -59,7 +62,6 @@ class Workspace:
     """Scratch that the layers of one stream take turns to use: partial sums, and counters that rest at zero."""
 
     sums: Tensor
-    squares: Tensor
     counters: Tensor
 
     @classmethod
@@ -69,9 +71,35 @@ class Workspace:
         blocks = -(-out_features // 16) * (rows // 16)
         return cls(
             torch.empty(parts * rows * out_features if parts > 1 else 1, device=device),
-            torch.empty(parts * 16 * blocks if parts > 1 else 1, device=device),
             torch.zeros(blocks, dtype=torch.int32, device=device),
         )
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The residual stream, prepared for the norm and the linear layers that read it.
+
+    `scaled` [R, H], of the weights' type: the stream times the norm's scale (1 + w), and times `SHRINK` in float16,
+    whose range the stream may exceed. `squares` float32 [R, n]: sums of the stream's squares over n parts of a row.
+    """
+
+    scaled: Tensor
+    squares: Tensor
+
+
+SHRINK = 2.0**-8
+
+
+def shrink_of(dtype: torch.dtype) -> float:
+    """The power of two that `Feed.scaled` is multiplied by."""
+    return SHRINK if dtype == torch.float16 else 1.0
+
+
+def feed_reference(x: Tensor, scale: Tensor, feed: Feed) -> None:
+    """Fill `feed` from x [R, H] float32; the squares may be split among the parts in any way."""
+    feed.scaled.copy_(x * scale * shrink_of(feed.scaled.dtype))
+    feed.squares.zero_()
+    feed.squares[:, 0] = x.square().sum(-1)
 
 
 def linear_reference(
@@ -80,24 +108,25 @@ def linear_reference(
     out: Tensor,
     workspace: Workspace | None = None,
     *,
-    norm: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     epilogue: Epilogue = "store",
+    feed: tuple[Tensor, Feed] | None = None,
     row_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
-    """out = epilogue(norm(x) weight^T). x [R, K], or [B, W, K] of which sequences may lie
-    apart; weight [N, K] (for "swiglu" [2 N, K]: gates, then ups); out [R, N].
+    """out = epilogue(x weight^T). x [R, K], or [B, W, K] of which sequences may lie apart; weight [N, K] (for "swiglu"
+    [2 N, K]: gates, then ups); out [R, N].
 
-    With `norm` float32 [K] (1 + w of a zero-centred weight) x is normalised first: x / sqrt(mean(x^2) + eps) * norm.
-    "add" adds to out; "swiglu" stores silu(gate) * up. `row_scale` float32 [rows of weight] multiplies the product: the
-    scales of 8-bit weights.
+    With `squares` [R, n] x is a `Feed`'s and the product is multiplied by 1 / sqrt(sum of a row / K + eps). "add" adds
+    to out, "swiglu" stores silu(gate) * up. With `feed` (the next norm's scale [N], the Feed to fill) out is prepared
+    for that norm. `row_scale` float32 [rows of weight] multiplies the product: the scales of 8-bit weights.
     """
     inputs = x.flatten(0, -2).float()
     factor = torch.ones(inputs.shape[0], 1, device=x.device)
-    if norm is not None:
-        factor = torch.rsqrt(inputs.square().mean(-1, keepdim=True) + eps)
-        inputs = inputs * norm
+    if squares is not None:
+        mean = squares.sum(-1, keepdim=True) / x.shape[-1]
+        factor = torch.rsqrt(mean + eps) / shrink_of(x.dtype)
     kind = weight.dtype if weight.dtype.itemsize > 1 else torch.bfloat16
     result = F.linear(inputs.to(kind).float(), weight.float()) * factor
     if row_scale is not None:
@@ -109,6 +138,8 @@ def linear_reference(
         out += result
     else:
         out.copy_(result)
+    if feed is not None:
+        feed_reference(out, *feed)
 
 
 def linear(
@@ -117,9 +148,10 @@ def linear(
     out: Tensor,
     workspace: Workspace | None = None,
     *,
-    norm: Tensor | None = None,
+    squares: Tensor | None = None,
     eps: float = 0.0,
     epilogue: Epilogue = "store",
+    feed: tuple[Tensor, Feed] | None = None,
     row_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
@@ -132,14 +164,22 @@ def linear(
         tiling = choose_tiling(features, inner, weight.dtype.itemsize, paired)
     assert weight.shape == (features * (1 + paired), inner), f"{weight.shape} {features} {inner}"
     assert tiling.parts == 1 or workspace is not None
+    if tiling.ahead > inner or inner % 64:  # nothing to gain, and the requests must be aligned
+        tiling = replace(tiling, ahead=0)
+    blocks = -(-features // tiling.block_n)
+    scale, into = feed if feed is not None else (x, Feed(x, x))
+    assert feed is None or into.squares.shape[1] == blocks, "a Feed with as many parts as the layer has blocks"
     filler = x  # stands in for an argument that the kernel does not touch
-    _linear_kernel[(-(-features // tiling.block_n), -(-rows // 16), tiling.parts)](
-        x, weight, filler if norm is None else norm, filler if row_scale is None else row_scale, out,
-        filler if workspace is None else workspace.sums, filler if workspace is None else workspace.squares,
-        filler if workspace is None else workspace.counters,
+    _linear_kernel[(blocks, -(-rows // 16), tiling.parts)](
+        x, weight, filler if squares is None else squares, filler if row_scale is None else row_scale, out,
+        scale, into.scaled, into.squares,
+        filler if workspace is None else workspace.sums, filler if workspace is None else workspace.counters,
         rows, eps, WINDOW=window, ROOM=room, N=features, K=inner,
         BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, PARTS=tiling.parts,
-        NORM=norm is not None, SCALED=row_scale is not None, PAIRED=paired, ADD=epilogue == "add",
+        SQUARES=0 if squares is None else squares.shape[1],
+        SQUARES_BLOCK=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
+        SHRINK_IN=shrink_of(x.dtype), SHRINK_OUT=shrink_of(into.scaled.dtype),
+        SCALED=row_scale is not None, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None,
         NARROW=weight.dtype.itemsize == 1, AHEAD=tiling.ahead,
         INTERPRETED=INTERPRET, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(x.device),
     )  # fmt: skip
@@ -151,34 +191,43 @@ def _silu(x):
 
 
 @triton.jit
-def _finish(gate, up, square, scale, out, offsets, mask, n, N, K, eps,
-            NORM: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N: tl.constexpr,
+            SQUARES: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
+            SHRINK_OUT: tl.constexpr):  # fmt: skip
     """The epilogue of a tile [16, BLOCK_N] of finished sums."""
-    if NORM:
-        factor = tl.rsqrt(square / K + eps)[:, None]
-        gate *= factor
+    offsets = m[:, None] * N + n[None, :]
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    if SQUARES > 0:
+        gate *= factor[:, None]
         if PAIRED:
-            up *= factor
+            up *= factor[:, None]
     if SCALED:
-        gate *= tl.load(scale + n, n < N, 0.0)[None, :]
+        gate *= tl.load(row_scale + n, n < N, 0.0)[None, :]
         if PAIRED:
-            up *= tl.load(scale + N + n, n < N, 0.0)[None, :]
+            up *= tl.load(row_scale + N + n, n < N, 0.0)[None, :]
     if PAIRED:
         gate = _silu(gate) * up
     if ADD:
         gate += tl.load(out + offsets, mask, 0.0).to(tl.float32)
     tl.store(out + offsets, gate.to(out.dtype.element_ty), mask)
+    if FEED:
+        gate = tl.where(mask, gate, 0.0)
+        tl.store(squares + m * blocks + block, tl.sum(gate * gate, axis=1), m < rows)
+        gate *= tl.load(norm + n, n < N, 0.0)[None, :] * SHRINK_OUT
+        tl.store(scaled + offsets, gate.to(scaled.dtype.element_ty), mask)
 
 
 @triton.jit
 def _linear_kernel(
-    x, weight, norm, scale, out, sums, squares, counters, rows, eps,
+    x, weight, squares_in, row_scale, out, norm, scaled, squares, sums, counters, rows, eps,
     WINDOW: tl.constexpr, ROOM: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    NORM: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, NARROW: tl.constexpr,
+    SQUARES: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SHRINK_IN: tl.constexpr, SHRINK_OUT: tl.constexpr,
+    SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr, NARROW: tl.constexpr,
     AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
+    blocks = tl.num_programs(0)
     tile = tl.program_id(1)
     part = tl.program_id(2)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -190,16 +239,21 @@ def _linear_kernel(
     first = part * per_part * BLOCK_K
     # The beginning of each weight row, asked for while the kernel before this one still runs.
     if AHEAD > 0:
-        per_line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-        ahead = first + tl.arange(0, AHEAD) * per_line
-        prefetch(weight + row[:, None] + tl.minimum(ahead, K - 1)[None, :], DEPENDENT)
+        quarter: tl.constexpr = AHEAD // 4
+        ahead = weight + row[:, None] + tl.minimum(first, K - AHEAD) + (tl.arange(0, 4) * quarter)[None, :]
+        size: tl.constexpr = quarter * weight.dtype.element_ty.primitive_bitwidth // 8
+        prefetch(ahead, size, DEPENDENT)
         if PAIRED:
-            prefetch(weight + (N * K + row)[:, None] + tl.minimum(ahead, K - 1)[None, :], DEPENDENT)
+            prefetch(ahead + N * K, size, DEPENDENT)
     wait_for_inputs(DEPENDENT)
 
+    factor = tl.zeros((TILE_ROWS,), tl.float32)
+    if SQUARES > 0:
+        at = tl.arange(0, SQUARES_BLOCK)
+        square = tl.load(squares_in + m[:, None] * SQUARES + at[None, :], (m < rows)[:, None] & (at < SQUARES), 0.0)
+        factor = tl.rsqrt(tl.sum(square, axis=1) / K + eps) / SHRINK_IN
     gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
-    square = tl.zeros((TILE_ROWS,), tl.float32)
     for step in range(per_part):
         k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
         if K % (BLOCK_K * PARTS) == 0:
@@ -209,10 +263,6 @@ def _linear_kernel(
             inside = k < K
             a = tl.load(x + k[None, :], (m < rows)[:, None] & inside[None, :], 0.0)
             w = tl.load(weight + row[:, None] + k[None, :], inside[None, :], 0.0)
-        if NORM:
-            a = a.to(tl.float32)
-            square += tl.sum(a * a, axis=1)
-            a *= tl.load(norm + k, k < K, 0.0)[None, :]
         if NARROW:
             w = w.to(tl.bfloat16)
         a = a.to(w.dtype)
@@ -226,32 +276,27 @@ def _linear_kernel(
                 w = w.to(tl.bfloat16)
             up += product(a, tl.trans(w), INTERPRETED)
 
-    offsets = m[:, None] * N + n[None, :]
-    mask = (m < rows)[:, None] & (n < N)[None, :]
     if PARTS == 1:
-        _finish(gate, up, square, scale, out, offsets, mask, n, N, K, eps, NORM, SCALED, PAIRED, ADD)
+        _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N,
+                SQUARES, SCALED, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
     else:
         # The parts' sums go to memory; the last program to arrive adds them up in their order.
         width: tl.constexpr = N * (2 if PAIRED else 1)
-        padded = tl.num_programs(1) * TILE_ROWS
-        spot = m[:, None] * width + n[None, :]
-        tl.store(sums + part * padded * width + spot, gate, mask)
+        mask = (m < rows)[:, None] & (n < N)[None, :]
+        spot = sums + m[:, None] * width + n[None, :]
+        stride = tl.num_programs(1) * TILE_ROWS * width
+        tl.store(spot + part * stride, gate, mask)
         if PAIRED:
-            tl.store(sums + part * padded * width + spot + N, up, mask)
-        place = (tile * tl.num_programs(0) + block) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        if NORM:
-            tl.store(squares + part * tl.num_programs(0) * padded + place, square)
+            tl.store(spot + part * stride + N, up, mask)
         tl.debug_barrier()
-        counter = counters + tile * tl.num_programs(0) + block
+        counter = counters + tile * blocks + block
         if tl.atomic_add(counter, 1, sem="acq_rel") == PARTS - 1:
             gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
             up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
-            square = tl.zeros((TILE_ROWS,), tl.float32)
             for other in range(PARTS):
-                gate += tl.load(sums + other * padded * width + spot, mask, 0.0)
+                gate += tl.load(spot + other * stride, mask, 0.0)
                 if PAIRED:
-                    up += tl.load(sums + other * padded * width + spot + N, mask, 0.0)
-                if NORM:
-                    square += tl.load(squares + other * tl.num_programs(0) * padded + place)
-            _finish(gate, up, square, scale, out, offsets, mask, n, N, K, eps, NORM, SCALED, PAIRED, ADD)
+                    up += tl.load(spot + other * stride + N, mask, 0.0)
+            _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N,
+                    SQUARES, SCALED, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
             tl.store(counter, 0)

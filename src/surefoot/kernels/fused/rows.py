@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
-
-BLOCK = 1024
+from surefoot.kernels.fused.linear import Feed, feed_reference, shrink_of
 
 
 @dataclass(frozen=True)
@@ -38,18 +37,23 @@ class Text:
         return torch.tensor(listed, device=self.tokens.device)
 
 
-def embed_reference(table: Tensor, text: Text, start: Tensor, out: Tensor, *, window: int) -> None:
-    """table [V, H] -> out [B * window, H] float32: the embeddings of the tokens at start[slot] + i."""
+def embed_reference(
+    table: Tensor, text: Text, start: Tensor, out: Tensor, scale: Tensor, feed: Feed, *, window: int
+) -> None:
+    """table [V, H] -> out [B * window, H] float32, the embeddings of the tokens at start[slot] + i, prepared in `feed`
+    for the norm of `scale` [H]."""
     out.copy_(table[text.ids(start, 0, window)])
+    feed_reference(out, scale, feed)
 
 
-def embed(table: Tensor, text: Text, start: Tensor, out: Tensor, *, window: int) -> None:
+def embed(table: Tensor, text: Text, start: Tensor, out: Tensor, scale: Tensor, feed: Feed, *, window: int) -> None:
     """See `embed_reference`."""
     rows, hidden = out.shape
-    _embed_kernel[(rows, -(-hidden // BLOCK))](
-        table, *_pointers(text), start, out,
-        WINDOW=window, K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=hidden, BLOCK=BLOCK,
-        num_warps=4, **launch_options(out.device),
+    block = triton.next_power_of_2(-(-hidden // feed.squares.shape[1]))
+    _embed_kernel[(rows, feed.squares.shape[1])](
+        table, *_pointers(text), start, out, scale, feed.scaled, feed.squares,
+        WINDOW=window, K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=hidden, BLOCK=block,
+        SHRINK=shrink_of(feed.scaled.dtype), num_warps=1 if block <= 128 else 4, **launch_options(out.device),
     )  # fmt: skip
 
 
@@ -84,9 +88,10 @@ def head_inputs(
     )  # fmt: skip
 
 
-def final_norm_reference(x: Tensor, scale: Tensor, out: Tensor, *, window: int, eps: float,
+def final_norm_reference(x: Tensor, scale: Tensor, out: Tensor, narrow: Tensor, *, window: int, eps: float,
                          last: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
-    """x [B * window, H] -> out [B, at least window, H] float32: x / sqrt(mean(x^2) + eps) * scale, row by row.
+    """x [B * window, H] -> out [B, at least window, H] float32: x / sqrt(mean(x^2) + eps) * scale, row by row; the same
+    rows side by side in `narrow` [rows, H], of the weights' type.
 
     With `last` = (slots, count) only one row of each sequence, into out [B, 1, H]: the last of its first count[slot]
     rows (the first, if 0).
@@ -97,15 +102,16 @@ def final_norm_reference(x: Tensor, scale: Tensor, out: Tensor, *, window: int, 
     else:
         for b, slot in enumerate(last[0].tolist()):
             out[b, 0] = normed[b, max(int(last[1][slot]) - 1, 0)]
+    narrow.copy_(out[: len(normed), : 1 if last else window].flatten(0, 1))
 
 
-def final_norm(x: Tensor, scale: Tensor, out: Tensor, *, window: int, eps: float,
+def final_norm(x: Tensor, scale: Tensor, out: Tensor, narrow: Tensor, *, window: int, eps: float,
                last: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
     """See `final_norm_reference`."""
     rows, width = x.shape
     slots, count = last if last is not None else (x, x)
     _final_norm_kernel[(rows if last is None else rows // window,)](
-        x, scale, out, slots, count, eps, WINDOW=window, ROOM=out.shape[1], PICK=last is not None, H=width,
+        x, scale, out, narrow, slots, count, eps, WINDOW=window, ROOM=out.shape[1], PICK=last is not None, H=width,
         BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
     )  # fmt: skip
 
@@ -129,13 +135,18 @@ def _token(slots, length, tokens, drafts, start, row, shift, WINDOW: tl.constexp
 
 
 @triton.jit
-def _embed_kernel(table, slots, length, tokens, drafts, start, out, WINDOW: tl.constexpr, K: tl.constexpr,
-                  LENGTH: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _embed_kernel(table, slots, length, tokens, drafts, start, out, scale, scaled, squares,
+                  WINDOW: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+                  SHRINK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     token = _token(slots, length, tokens, drafts, start, row, 0, WINDOW, K, LENGTH)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + row * H + at, tl.load(table + token * H + at, at < H, 0.0).to(tl.float32), at < H)
+    x = tl.load(table + token * H + at, at < H, 0.0).to(tl.float32)
+    tl.store(out + row * H + at, x, at < H)
+    tl.store(squares + row * tl.num_programs(1) + tl.program_id(1), tl.sum(x * x, 0))
+    x *= tl.load(scale + at, at < H, 0.0) * SHRINK
+    tl.store(scaled + row * H + at, x.to(scaled.dtype.element_ty), at < H)
 
 
 @triton.jit
@@ -163,17 +174,20 @@ def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, emb
 
 
 @triton.jit
-def _final_norm_kernel(x, scale, out, slots, count, eps, WINDOW: tl.constexpr, ROOM: tl.constexpr,
+def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, WINDOW: tl.constexpr, ROOM: tl.constexpr,
                        PICK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < H
     factor = tl.load(scale + at, inside, 0.0)
     wait_for_inputs(DEPENDENT)
+    into_narrow = row
     if PICK:
         kept = tl.load(count + tl.maximum(tl.load(slots + row), 0))
         into = row * ROOM
         row = row * WINDOW + tl.maximum(kept - 1, 0)
     else:
         into = row // WINDOW * ROOM + row % WINDOW
-    tl.store(out + into * H + at, _normed(tl.load(x + row * H + at, inside, 0.0), factor, eps, H), inside)
+    normed = _normed(tl.load(x + row * H + at, inside, 0.0), factor, eps, H)
+    tl.store(out + into * H + at, normed, inside)
+    tl.store(narrow + into_narrow * H + at, normed.to(narrow.dtype.element_ty), inside)
