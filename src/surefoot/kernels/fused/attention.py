@@ -32,8 +32,10 @@ SPLIT = 128  # positions that one partial result covers
 BLOCK = 64  # keys of one product
 JOINED = 32  # splits that the second kernel adds up at a time
 
-PROGRAMS = 64  # of one sequence and key head; each takes every 64th split
-WARPS = 4
+PROGRAMS = 64  # of one sequence and key head; program i takes splits i, i + PROGRAMS and so on
+WARPS = {2: 4, 4: 8}  # by the bytes of a cached number; float32 products keep their operands in registers
+STAGES = {2: 3, 4: 1}  # 16 bits: both blocks of a split in flight, 128 KiB with heads of 256
+JOIN_WARPS = 4
 CHANNELS = 64  # channels of a head that one program of the second kernel joins
 
 
@@ -80,22 +82,21 @@ def attend(
     heads, splits, rotary = out.shape[1] // head_dim, partial.shape[2], cos.shape[1]
     group = heads // kv_heads
     options = launch_options(merged.device)
-    # With float32 two blocks in flight do not fit into shared memory.
-    stages = 3 if keys.element_size() == 2 else 1
+    size = keys.element_size()
     grid = (min(PROGRAMS, splits), triton.cdiv(window * group, TILE_ROWS.value), rows // window * kv_heads)
     _split_kernel[grid](
         merged, q_scale, k_scale, cos, sin, keys, values, slots, length, partial, summary,
         window, max_len, splits, eps, head_dim**-0.5 * math.log2(math.e),
         merged.stride(0), *keys.stride()[:3], *values.stride()[:3],
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, ROTARY=rotary, SPLIT_KEYS=SPLIT, BLOCK_KEYS=BLOCK, TILE=TILE_ROWS,
-        INTERPRETED=INTERPRET, num_warps=WARPS, num_stages=stages, **options,
+        KV_HEADS=kv_heads, GROUP=group, D=head_dim, ROTARY=rotary, SPLIT_KEYS=SPLIT, BLOCK_KEYS=BLOCK, TILE=TILE_ROWS.value,
+        INTERPRETED=INTERPRET, num_warps=WARPS[size], num_stages=STAGES[size], **options,
     )  # fmt: skip
     channels = min(head_dim, CHANNELS)
     _join_kernel[(rows, heads, head_dim // channels)](
         merged, slots, length, partial, summary, out,
         window, max_len, splits, merged.stride(0), out.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, D=head_dim, CHANNELS=channels, SPLIT_KEYS=SPLIT, JOINED=JOINED,
-        num_warps=WARPS, **options,
+        num_warps=JOIN_WARPS, **options,
     )  # fmt: skip
 
 
@@ -168,6 +169,8 @@ def _check(
         raise InputError(
             f"merged {tuple(merged.shape)} and out {tuple(out.shape)} do not fit {heads} heads of {head_dim}"
         )
+    if keys.element_size() not in WARPS:
+        raise InputError(f"caches must be of 16 or 32 bits; got {keys.dtype}")
     if values.shape != keys.shape or values.dtype != keys.dtype:
         raise InputError(f"keys are {keys.dtype} {tuple(keys.shape)}, values {values.dtype} {tuple(values.shape)}")
     if {t.stride(-1) for t in (merged, cos, keys, values, out)} != {1}:
