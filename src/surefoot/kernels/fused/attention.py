@@ -27,7 +27,7 @@ from surefoot.kernels.fused.launch import (
     wait_for_inputs,
 )
 
-# Both decide the order of summation: to change them is to change bits.
+# These decide the order of summation: to change them is to change bits.
 SPLIT = 128  # positions that one partial result covers
 BLOCK = 64  # keys of one product
 JOINED = 32  # splits that the second kernel adds up at a time
@@ -88,8 +88,8 @@ def attend(
         merged, q_scale, k_scale, cos, sin, keys, values, slots, length, partial, summary,
         window, max_len, splits, eps, head_dim**-0.5 * math.log2(math.e),
         merged.stride(0), *keys.stride()[:3], *values.stride()[:3],
-        KV_HEADS=kv_heads, GROUP=group, D=head_dim, ROTARY=rotary, SPLIT_KEYS=SPLIT, BLOCK_KEYS=BLOCK, TILE=TILE_ROWS.value,
-        INTERPRETED=INTERPRET, num_warps=WARPS[size], num_stages=STAGES[size], **options,
+        KV_HEADS=kv_heads, GROUP=group, D=head_dim, ROTARY=rotary, SPLIT_KEYS=SPLIT, BLOCK_KEYS=BLOCK,
+        TILE=TILE_ROWS.value, INTERPRETED=INTERPRET, num_warps=WARPS[size], num_stages=STAGES[size], **options,
     )  # fmt: skip
     channels = min(head_dim, CHANNELS)
     _join_kernel[(rows, heads, head_dim // channels)](
