@@ -206,7 +206,7 @@ def moe(
         BLOCK_I=WIDTH_BLOCK,
         BLOCK_K=NARROW if full else 2 * WIDTH_SPAN // gate_up.element_size(),
         num_warps=4,
-        num_stages=3 if full else 5,  # 12 KB each in bfloat16: three programs fit a multiprocessor, 288 are one wave
+        num_stages=3 if full else 5,  # four of 12 KB in flight: four programs fit a multiprocessor, 288 are one wave
         **shape,
         **options,
     )
