@@ -30,7 +30,7 @@ def start(model: FusedModel, slot: int, prompt: list[int]) -> None:
     model.prefill_cache.reset(slot)
     hidden = None
     if len(prompt) > 1:
-        hidden = model.decoder.prefill(prompt[:-1], model.prefill_cache, slot)[-1]  # type: ignore[arg-type]
+        hidden = model.decoder.prefill(prompt[:-1], model.prefill_cache, slot)[-1]
     model.prefill_cache.finish(slot)
     model.progress.start(slot, prompt, 256, hidden)
 

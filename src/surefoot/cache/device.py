@@ -69,7 +69,7 @@ class DeltaSlots:
     def bytes_per_slot(self) -> int:
         """Memory of one sequence's state, tape and ring."""
         own = vars(self.device_state).values()
-        return sum(tensor.nbytes for tensor in own) // len(self._past)
+        return int(sum(tensor.nbytes for tensor in own)) // len(self._past)
 
     def reset(self, slot: int) -> None:
         """An empty sequence."""

@@ -22,7 +22,6 @@ from surefoot.kernels.fused.launch import (
     INTERPRET,
     TILE_ROWS,
     launch_options,
-    let_next_start,
     product,
     wait_for_inputs,
 )
@@ -222,7 +221,6 @@ def _split_kernel(
 ):  # fmt: skip
     """Grid (programs over splits, query tiles, sequences * key heads). A tile's rows are pairs of a token of the
     window and a query head of the group, the token changing slowest."""
-    let_next_start(DEPENDENT)
     program = tl.program_id(0)
     tile = tl.program_id(1)
     sequence = tl.program_id(2) // KV_HEADS
@@ -308,7 +306,6 @@ def _join_kernel(
     SPLIT_KEYS: tl.constexpr, JOINED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, query heads, parts of a head): add up the splits that the row has seen, and apply the gate."""
-    let_next_start(DEPENDENT)
     row = tl.program_id(0)
     head = tl.program_id(1)
     dims = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)

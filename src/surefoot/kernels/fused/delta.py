@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import TILE_ROWS, launch_options, wait_for_inputs
+from surefoot.kernels.fused.launch import TILE_ROWS, launch_options, sigmoid, silu, wait_for_inputs
 
 UNIT_EPS = 1e-6  # of the keys' and queries' norm: inside the root, beside the sum
 
@@ -145,11 +145,6 @@ def _advance(state, key, delta, decay):
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _mixed(merged, ring, taps, position, channel, i, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
            WINDOW: tl.constexpr, RING: tl.constexpr):  # fmt: skip
     """The convolution's output [16, channels] for window tokens i [16]: silu of four taps, the newest last. Inputs
@@ -163,7 +158,7 @@ def _mixed(merged, ring, taps, position, channel, i, COLUMNS: tl.constexpr, CHAN
         old = tl.load(ring + older, ((at < 0) & (past >= 0) & (i < WINDOW))[:, None], 0.0)
         raw = tl.where((at >= 0)[:, None], recent, old).to(tl.float32)
         total = total + raw * tl.load(taps + j * CHANNELS + channel)[None, :]
-    return _silu(total)
+    return silu(total)
 
 
 @triton.jit
@@ -222,7 +217,7 @@ def _delta_kernel(
         step = tl.load(logit + LANES, there, 0.0).to(tl.float32) + bias_h
         softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
         tl.store(gates + i * 4, tl.exp(rate_h * softplus), there)
-        tl.store(gates + i * 4 + 1, 1.0 / (1.0 + tl.exp(-beta)), there)
+        tl.store(gates + i * 4 + 1, sigmoid(beta), there)
         tl.store(gates + i * 4 + 2, tl.sum(q_all * k_all, 1), there)
         tl.store(keys + i[:, None] * DK + at_k[None, :], k_all, there[:, None])
         tl.store(queries + i[:, None] * DK + at_k[None, :], q_all, there[:, None])
@@ -263,7 +258,7 @@ def _delta_kernel(
             s = _advance(s, k, delta, decay)
             tl.store(deltas + t * DV + at_v, delta)
             o *= tl.rsqrt(tl.sum(o * o, 0) / DV + eps) * scale
-            o *= _silu(z)
+            o *= silu(z)
             tl.store(out + t * (VALUE_HEADS * DV), o.to(out.dtype.element_ty))
             k, q, v, z = next_k, next_q, next_v, next_z
             decay, beta, overlap = next_decay, next_beta, next_overlap

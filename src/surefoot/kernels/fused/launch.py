@@ -57,6 +57,19 @@ def prefetch(pointers, BYTES: tl.constexpr, DEPENDENT: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), without overflow on the way."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit
+def silu(x):
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+@triton.jit
 def product(a, b, INTERPRETED: tl.constexpr):
     """a [M, K] times b [K, N] of one type, summed in float32."""
     if INTERPRETED:  # the interpreter multiplies 16-bit patterns as integers

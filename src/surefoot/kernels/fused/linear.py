@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import INTERPRET, TILE_ROWS, launch_options, prefetch, product, wait_for_inputs
+from surefoot.kernels.fused.launch import INTERPRET, TILE_ROWS, launch_options, prefetch, product, silu, wait_for_inputs
 
 Epilogue = Literal["store", "add", "swiglu"]
 
@@ -186,11 +186,6 @@ def linear(
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
 def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N: tl.constexpr,
             SQUARES: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
             SHRINK_OUT: tl.constexpr):  # fmt: skip
@@ -206,7 +201,7 @@ def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, bloc
         if PAIRED:
             up *= tl.load(row_scale + N + n, n < N, 0.0)[None, :]
     if PAIRED:
-        gate = _silu(gate) * up
+        gate = silu(gate) * up
     if ADD:
         gate += tl.load(out + offsets, mask, 0.0).to(tl.float32)
     tl.store(out + offsets, gate.to(out.dtype.element_ty), mask)

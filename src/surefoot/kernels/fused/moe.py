@@ -34,7 +34,6 @@ from surefoot.kernels.fused.launch import (
     INTERPRET,
     TILE_ROWS,
     launch_options,
-    let_next_start,
     product,
     wait_for_inputs,
 )
@@ -290,7 +289,6 @@ def _route_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Reads router[BLOCK_E experts, BLOCK_K of H] before anything else, then 16 whole rows of x for their norm."""
-    let_next_start(DEPENDENT)
     SLICES: tl.constexpr = (H + BLOCK_K - 1) // BLOCK_K
     part = tl.program_id(0) % SLICES
     block = tl.program_id(0) // SLICES
@@ -456,7 +454,6 @@ def _gate_up_kernel(
     """Reads BLOCK_I gate rows and as many up rows of one expert, whole, and its rows of `normed`, for every tile."""
     wait_for_inputs(DEPENDENT)
     # Only now: the next kernel reads `chosen` before its own wait, so it may start once `chosen` is there.
-    let_next_start(DEPENDENT)
     expert, ranks, runs = _slot(chosen, tl.program_id(1), rows, E, TOP_K, CHOICES_PADDED, ROWS_PADDED, BY_EXPERT)
     if not runs:
         return
@@ -509,7 +506,6 @@ def _down_kernel(
     published width) and its rows of `act`. Reading `chosen` before the wait is sound because the kernel before this one
     lets it start only once `chosen` is complete.
     """
-    let_next_start(DEPENDENT)
     expert, ranks, runs = _slot(chosen, tl.program_id(1), rows, E, TOP_K, CHOICES_PADDED, ROWS_PADDED, BY_EXPERT)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     k = tl.arange(0, BLOCK_K)
