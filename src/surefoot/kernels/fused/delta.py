@@ -135,7 +135,7 @@ def delta_window(
         slots, length, replay, out,
         WINDOW=window, TAPE=tape, RING=cache.ring.shape[1], WIDTH=weights.taps.shape[0], LANES=weights.lanes,
         KEY_HEADS=key_heads, VALUE_HEADS=value_heads, RATIO=wide // value_dim, DK=key_dim, DV=value_dim,
-        num_warps=8 if key_dim * value_dim >= 8192 else 4, **launch_options(merged.device),
+        num_warps=16 if key_dim * value_dim >= 8192 else 4, **launch_options(merged.device),
     )  # fmt: skip
 
 
