@@ -30,3 +30,12 @@ class TokenizerError(SurefootError):
 
 class NumericalError(SurefootError):
     """A model produced values that cannot be used."""
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """A found value for a message: its repr, cut, whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of very many digits, or a repr of the caller's own
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= limit else text[:limit] + "..."

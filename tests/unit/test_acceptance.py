@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,33 @@ def test_lists_arrays_and_tensors_are_equal() -> None:
     assert verify.accept(torch.tensor(tokens), torch.tensor(p), torch.tensor(q), torch.tensor(u)) == expected
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda a: a[::-1].copy()[::-1],
+        lambda a: np.asfortranarray(a),
+        lambda a: np.repeat(a, 2, axis=0)[::2],
+        lambda a: a.astype(a.dtype.newbyteorder(">")),
+        lambda a: a.astype(object),
+        lambda a: a.astype(np.longdouble) if a.dtype.kind == "f" else a.astype(np.uint64),
+        lambda a: a.astype(np.float16) if a.dtype.kind == "f" else a.astype(np.uint16),
+        lambda a: memoryview(a),
+        lambda a: [Fraction(x) for x in a] if a.ndim == 1 and a.dtype.kind == "f" else a,
+        lambda a: list(a),
+    ],
+    ids=["reversed", "columns first", "strided", "big-endian", "object", "long", "short", "buffer", "fraction", "rows"],
+)
+def test_arrays_of_every_layout_are_equal(kind: Callable[[Any], Any]) -> None:
+    tokens, p, q, u = (
+        [1, 0],
+        [[0.25, 0.75], [0.5, 0.5], [0.125, 0.875]],
+        [[0.5, 0.5], [0.25, 0.75]],
+        [0.375, 0.125, 0.0625],
+    )
+    arrays = [kind(np.array(value)) for value in (tokens, p, q, u)]
+    assert verify.accept(*arrays) == verify.accept(tokens, p, q, u)
+
+
 # ---------------------------------------------------------------- wrong arguments
 
 P3 = [[0.5, 0.5]] * 3
@@ -114,9 +142,9 @@ U3 = [0.1] * 3
     [
         (([0], P3, Q2, U3), r"draft_tokens: expected \[2\], one fewer than rows of target_probs, found \[1\]"),
         (([0, 0, 0], P3, Q2, U3), r"draft_tokens: expected \[2\]"),
-        (([0, 2], P3, Q2, U3), "draft_tokens: expected ids of 0 to 1, found 2"),
-        (([0, -1], P3, Q2, U3), "draft_tokens: expected ids of 0 to 1, found -1"),
-        (([0.0, 1.0], P3, Q2, U3), "draft_tokens: expected integers"),
+        (([0, 2], P3, Q2, U3), r"draft_tokens\[1\]: expected a token id from 0 to 1, found 2"),
+        (([0, -1], P3, Q2, U3), r"draft_tokens\[1\]: .* from 0 to 1, found -1"),
+        (([0.0, 1.0], P3, Q2, U3), r"draft_tokens\[0\]: .*found 0.0"),
         (([0, 0], P3, Q2[:1], U3), r"draft_probs: expected \[2, 2\], found \[1, 2\]"),
         (([0, 0], P3, [[0.2, 0.3, 0.5]] * 2, U3), r"draft_probs: expected \[2, 2\], found \[2, 3\]"),
         (([0, 0], P3, Q2, U3[:2]), r"uniforms: expected \[3\], one for each row of target_probs, found \[2\]"),
@@ -130,11 +158,71 @@ U3 = [0.1] * 3
         (([0, 0], [0.5, 0.5], Q2, U3), r"target_probs: expected rows of probabilities, \[n, V\], found \[2\]"),
         (([0, 0], [[0.5, 0.5], [1.0]], Q2, U3), "target_probs: expected a rectangular array of numbers, found list"),
         (([0, 0], "abc", Q2, U3), "target_probs: expected a rectangular array of numbers, found str"),
+        ((None, P3, Q2, U3), "draft_tokens: expected a list of token ids, found None"),
+        (([0, 10**30], P3, Q2, U3), r"draft_tokens\[1\]: .*found 1000000000000000000000000000000"),
+        (([0, True], P3, Q2, U3), r"draft_tokens\[1\]: .*found True"),
+        (([0, 1j], P3, Q2, U3), r"draft_tokens\[1\]: .*found 1j"),
+        ((torch.empty(2, device="meta"), P3, Q2, U3), "draft_tokens: expected a list of token ids"),
+        (([0, 0], [[10**400, 0.5]] * 3, Q2, U3), "target_probs: .*found an integer too large for one in list"),
+        (([0, 0], np.array(P3, complex), Q2, U3), "target_probs: .*found ndarray of complex128"),
+        (([0, 0], torch.tensor(P3, dtype=torch.complex64), Q2, U3), "target_probs: .*torch.complex64"),
+        (([0, 0], torch.tensor(P3).to_sparse(), Q2, U3), "target_probs: .*sparse"),
+        (([0, 0], torch.empty(3, 2, device="meta"), Q2, U3), "target_probs: .*meta"),
+        (([0, 0], np.array([["0.5", "0.5"]] * 3), Q2, U3), "target_probs: .*found ndarray of <U3"),
+        (([0, 0], np.array([["0.5", "0.5"]] * 3, object), Q2, U3), "target_probs: .*found ndarray"),
+        (([0, 0], np.array([[None, 1.0]] * 3, object), Q2, U3), "target_probs: .*found ndarray"),
+        (([0, 0], {1, 2}, Q2, U3), "target_probs: .*found set"),
+        (([0, 0], P3, None, [0.1, 0.2, 10**400]), "uniforms: .*found an integer too large"),
+        (([0, 0], P3, None, [0.1, 0.2, 0.3j]), "uniforms: .*complex128"),
     ],
 )
 def test_input_errors_name_the_argument(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         verify.accept(*args)
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        [[1.0, 2.0]],
+        None,
+        np.zeros((1, 2)),
+        torch.zeros(1, 0),
+        torch.zeros(1, 1, 2),
+        torch.tensor(1.0),
+        torch.zeros(1, 2, dtype=torch.complex64),
+        torch.zeros(1, 2, device="meta"),
+        torch.eye(2).to_sparse(),
+    ],
+    ids=lambda logits: f"{type(logits).__name__} {list(getattr(logits, 'shape', ()))}",
+)
+@pytest.mark.parametrize("params", [SamplingParams(), COUPLED, REJECTION])
+def test_what_is_no_logits(logits: Any, params: SamplingParams) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: verify.choose(logits, params, 0),
+        lambda: verify.process(logits, params),
+        lambda: verify.probabilities(logits, params),
+        lambda: verify.verify(Draft(), logits, params, 0),
+        lambda: verify.draft_token(logits, params, 0),
+    ]
+    for call in calls:
+        with pytest.raises(InputError, match="logits: expected "):
+            call()
+
+
+def test_other_wrong_arguments_beside_logits() -> None:
+    row: Any = torch.zeros(1, 2)
+    nothing: Any = None
+    for call in (verify.choose, verify.process, verify.probabilities):
+        with pytest.raises(InputError, match="params: expected SamplingParams, found None"):
+            call(row, nothing, 0)
+        with pytest.raises(InputError, match=r"position: expected an integer, found 1\.5"):
+            call(row, COUPLED, 1.5)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(InputError, match="draft_tokens: expected a list of token ids, found None"):
+        verify.accept_exact(nothing, [1])
+    with pytest.raises(InputError, match=r"choices\[0\]: expected a token id of at least 0, found 'a'"):
+        verify.accept_exact([], ["a"])  # type: ignore[list-item]  # wrong on purpose
+    assert verify.accept_exact(torch.tensor([1]), np.array([1, 2])) == Verdict(1, 2)  # type: ignore[arg-type]
 
 
 def test_verify_checks_shapes() -> None:

@@ -142,11 +142,97 @@ def test_one_row_for_one_token() -> None:
         (np.zeros((1, 2, 3)), r"found \[1, 2, 3\]"),
         (None, "found NoneType"),
         ("logits", "found str"),
+        (np.zeros((2, 0)), r"logits \[2, V\], found \[2, 0\]"),
+        (torch.zeros(2, 3, dtype=torch.complex64), "found a tensor of torch.complex64"),
+        (np.zeros((2, 3), complex), "found ndarray of complex128"),
+        ([["a"] * 3] * 2, "found list of <U1"),
+        ([[1.0], [1.0, 2.0]], r"logits \[2, V\], found list"),
+        ([[10**400] * 3] * 2, "found an integer too large"),
+        (torch.zeros(2, 3, device="meta"), "on meta"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        ({"logits": 1}, "found dict"),
     ],
 )
 def test_logits_of_the_wrong_shape(answer: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         speculate(lambda tokens, position: answer, [1, 2, 3])
+
+
+@pytest.mark.parametrize("width", [1, 0])
+def test_logits_without_a_vocabulary(width: int) -> None:
+    with pytest.raises(InputError, match=r"forward: expected logits \[1, V\], found \[(1, )?0\]"):
+        speculate(lambda tokens, position: torch.zeros(*[1] * width, 0), [1])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda x: x.numpy()[::-1].copy()[::-1],
+        lambda x: x.numpy().astype(">f4"),
+        lambda x: x.numpy().astype(object),
+        lambda x: x.numpy().astype(np.longdouble),
+        lambda x: np.frombuffer(x.numpy().tobytes(), np.float32).reshape(x.shape),
+        lambda x: list(x),
+        lambda x: list(x.numpy()),
+        lambda x: x.clone().requires_grad_(),
+    ],
+    ids=["reversed", "big-endian", "object", "long", "read-only", "list of tensors", "list of arrays", "with gradient"],
+)
+def test_logits_of_any_layout(kind: Callable[[Tensor], Any]) -> None:
+    model, params = Model(hashed_rows(V)), SamplingParams(max_new_tokens=5)
+    out = speculate(lambda tokens, position: kind(model(tokens, position)), [1, 2], params)
+    assert out.token_ids == plain_greedy(model.row, [1, 2], 5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_no_numbers(bad: float) -> None:
+    with pytest.raises(NumericalError, match="position 2"):
+        speculate(lambda tokens, position: torch.full((len(tokens), V), bad), [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_tokens": None}, "prompt: expected a list of token ids, found None"),
+        ({"prompt_tokens": 5}, "prompt: expected a list of token ids, found 5"),
+        ({"prompt_tokens": "ab"}, "prompt: expected a list of token ids, found 'ab'"),
+        ({"prompt_tokens": {1, 2}}, "prompt: expected a list"),
+        ({"prompt_tokens": torch.tensor(1)}, "prompt: expected a list"),
+        ({"prompt_tokens": torch.tensor([[1]])}, "prompt: expected a list"),
+        ({"prompt_tokens": torch.empty(2, device="meta")}, "prompt: expected a list"),
+        ({"prompt_tokens": [[1, 2]]}, r"prompt\[0\]: .*found \[1, 2\]"),
+        ({"prompt_tokens": torch.tensor([1.0])}, r"prompt\[0\]: .*found 1.0"),
+        ({"eos_token_ids": 3}, "eos_token_ids: expected a list of token ids, found 3"),
+        ({"eos_token_ids": None}, "eos_token_ids: expected a list of token ids, found None"),
+        ({"eos_token_ids": "ab"}, "eos_token_ids: expected a list"),
+        ({"eos_token_ids": [1.5]}, r"eos_token_ids\[0\]: .*found 1.5"),
+        ({"eos_token_ids": [[1]]}, r"eos_token_ids\[0\]: .*found \[1\]"),
+        ({"eos_token_ids": [-1]}, r"eos_token_ids\[0\]: .*found -1"),
+        ({"max_len": "9"}, "max_len: expected an integer of at least 1, found '9'"),
+        ({"max_len": 9.5}, "max_len: .*found 9.5"),
+        ({"max_len": float("nan")}, "max_len: .*found nan"),
+        ({"max_len": True}, "max_len: .*found True"),
+        ({"vocab_size": 0}, "vocab_size: expected an integer of at least 1, found 0"),
+        ({"vocab_size": "5"}, "vocab_size: .*found '5'"),
+        ({"drafter": None}, "drafter: expected one of ngram, none or a Drafter, found None"),
+        ({"drafter": NgramDrafter}, "drafter: .*found <class"),
+        ({"draft_length": None}, "draft_length"),
+        ({"params": 5}, "params: expected SamplingParams"),
+        ({"forward": int}, "forward: expected a function or a Target, found <class 'int'>"),
+        ({"forward": lambda: 1}, r"forward: expected a function of \(token_ids, position\), found \(\)"),
+    ],
+)
+def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
+    model = Model(hashed_rows(V))
+    with pytest.raises(InputError, match=message):
+        speculate(**{"forward": model, "prompt_tokens": [1, 2], **options})
+    assert model.calls == []
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple, set])
+def test_end_ids_of_any_kind(kind: Callable[[list[int]], Any]) -> None:
+    out = speculate(lambda tokens, position: torch.eye(V)[[3] * len(tokens)], [1], eos_token_ids=kind([3]))
+    assert (out.token_ids, out.finish_reason) == ([3], "stop")
 
 
 def test_bad_input() -> None:
@@ -155,11 +241,11 @@ def test_bad_input() -> None:
         speculate(model, [])
     with pytest.raises(InputError, match="found 'mtp'"):
         speculate(model, [1], drafter="mtp")
-    with pytest.raises(InputError, match="forward: expected a function or a Target, found int"):
+    with pytest.raises(InputError, match="forward: expected a function or a Target, found 3"):
         speculate(3, [1])  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InputError, match="max_len"):
         speculate(TableTarget(model.row, V), [1], max_len=9)
-    with pytest.raises(InputError, match="max_len: expected at least 1"):
+    with pytest.raises(InputError, match="max_len: expected an integer of at least 1"):
         speculate(model, [1], max_len=0)
     with pytest.raises(InputError, match="draft_length"):
         speculate(model, [1], draft_length=0)
@@ -311,9 +397,20 @@ def test_eos_and_limits_of_the_model() -> None:
     assert target.max_len == 40
     out = speculate(target, [1] * 30, SamplingParams(max_new_tokens=50, ignore_eos=True))
     assert (len(out.token_ids), out.finish_reason) == (10, "length")
-    with pytest.raises(InputError, match="max_len: expected 1 to 40"):
+    with pytest.raises(InputError, match="max_len: expected an integer of at least 1 and at most 40"):
         TransformersTarget(model, max_len=41)
-    with pytest.raises(InputError, match="slots"):
-        TransformersTarget(model, slots=0)
+    wrong: list[Any] = [0, 1.5, "a"]
+    for slots in wrong:
+        with pytest.raises(InputError, match="slots"):
+            TransformersTarget(model, slots=slots)
+    with pytest.raises(InputError, match="prefill_chunk"):
+        TransformersTarget(model, prefill_chunk=0)
+    for other in (None, "gpt2", model.model, type(model)):
+        with pytest.raises(InputError, match="model: expected a transformers model with a language model head"):
+            TransformersTarget(other)
+    with pytest.raises(InputError, match=r"such as TransformersTarget\(model\), found LlamaForCausalLM"):
+        speculate(model, [1])
+    many = TransformersTarget(model, slots=2**70)  # slots cost nothing until they are used
+    assert len(speculate(many, [1], SamplingParams(max_new_tokens=2, ignore_eos=True)).token_ids) == 2
     with pytest.raises(InputError, match=r"prompt\[1\]: expected a token id from 0 to 60, found 61"):
         speculate(target, [1, 61])

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from surefoot.cache import memory
 from surefoot.config import ModelConfig
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, InputError
 from surefoot.loading import files
 from surefoot.loading.checkpoint import Checkpoint, find_model, inspect, load_checkpoint
 from surefoot.loading.files import INDEX, SINGLE
@@ -219,6 +220,15 @@ class TestEndIds:
         with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id.*</s>"):
             load_checkpoint(tmp_path)
 
+    @pytest.mark.parametrize(
+        "raw", [b"[]", b"3", b"\xff\xfe\x00", b"", b"1" * 6000, b'{"eos_token_id": [[1]]}', None], ids=repr
+    )
+    def test_a_generation_config_of_another_kind(self, tmp_path: Path, raw: bytes | None) -> None:
+        file = write(tmp_path) / "generation_config.json"
+        file.mkdir() if raw is None else file.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=r"generation_config.json"):
+            load_checkpoint(tmp_path)
+
     def test_a_tokenizer_larger_than_the_model(self, tmp_path: Path) -> None:
         write(tmp_path, tokenizer=byte_tokenizer())
         with pytest.raises(
@@ -346,6 +356,15 @@ class TestDamagedFiles:
             inspect(tmp_path)
         with pytest.raises(CheckpointError, match="no such folder"):
             inspect(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match=r"expected a file's name, found: .*too long"):
+            inspect("a" * 5000)
+
+    def test_weights_that_the_memory_cannot_hold(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(memory, "memory_of", lambda device: 1000)
+        with pytest.raises(
+            InputError, match=r"weights: expected at most the 1,000 bytes of cpu's memory, found [\d,]+$"
+        ):
+            load_checkpoint(write(tmp_path))
 
     @given(raw=st.binary(max_size=40) | st.text(max_size=20).map(str.encode) | st.sampled_from([b"[]", b"[" * 99999]))
     @damage
@@ -382,12 +401,17 @@ class TestIndex:
         with pytest.raises(CheckpointError, match=f"{moved}: expected in {second.name}"):
             load_checkpoint(tmp_path)
 
-    @pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "", 3, "a\0b", ".."])
+    @pytest.mark.parametrize(
+        "shard",
+        ["../model.safetensors", "/etc/passwd", "", 3, "a\0b", "..", "a" * 5000, "\ud800", None, ["x"], {}],
+        ids=lambda shard: repr(shard)[:20],
+    )
     def test_shards_outside_the_folder(self, tmp_path: Path, shard: object) -> None:
         self.shards(tmp_path)
         edit_json(tmp_path / INDEX, weight_map={"model.norm.weight": shard})
-        with pytest.raises(CheckpointError, match=r"weight_map|shard"):
+        with pytest.raises(CheckpointError, match=r"weight_map|shard|file's name") as caught:
             load_checkpoint(tmp_path)
+        assert len(str(caught.value)) < 1000
 
     @pytest.mark.parametrize("weight_map", [None, [], {}, "x"])
     def test_no_weight_map(self, tmp_path: Path, weight_map: object) -> None:

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,12 @@ class TestBadInput:
         result = call("generate", "hello", "-m", tmp_path)
         assert result.exit_code == 1
         assert result.stderr.startswith("error: ")
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == f"surefoot {metadata.version('surefoot')}\n"
 
 
 class TestProcess:

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from surefoot.errors import NumericalError
 from surefoot.sampling import SamplingParams
 from surefoot.verify.distribution import probabilities, process
+from tests.fakes import assert_same_kept
 
 NEG = -math.inf
 
@@ -92,6 +94,33 @@ def test_top_p_is_taken_over_what_top_k_left() -> None:
     assert kept.tolist() == [[True, False, False, False]]
     kept = process(logits, SamplingParams(temperature=1.0, top_p=0.5)).isfinite()
     assert kept.tolist() == [[True, True, False, False]]
+
+
+@pytest.mark.parametrize("top_k, min_p", [(0, 0.0), (20, 0.05)])
+@pytest.mark.parametrize("vocab_size", [1001, 8192, 248_320])
+def test_devices_that_round_otherwise_keep_the_same_but_at_the_border(
+    vocab_size: int, top_k: int, min_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the tests on a GPU ask of it, asked of softmaxes that round otherwise, and of one that is wrong."""
+    logits = (torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    params = SamplingParams(temperature=0.8, top_p=0.9, top_k=top_k, min_p=min_p)
+    expected = process(logits, params)
+    softmax = torch.Tensor.softmax
+
+    def kept_with(other: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "softmax", lambda rows, dim: other(rows, dim))
+            return process(logits, params)
+
+    assert_same_kept(kept_with(lambda rows, dim: softmax(rows.double(), dim)), expected, logits, params)
+    for error in (-5e-5, 5e-5):
+        moved = kept_with(lambda rows, dim: softmax(rows, dim) * (1 + error))  # noqa: B023  # called right away
+        assert_same_kept(moved, expected, logits, params)
+        if vocab_size == 248_320 and not top_k:
+            assert not torch.equal(moved.isfinite(), expected.isfinite())  # the border itself does move
+    if not top_k:
+        with pytest.raises(AssertionError):
+            assert_same_kept(kept_with(lambda rows, dim: softmax(rows, dim) * 1.03), expected, logits, params)
 
 
 def test_excluded_tokens_stay_excluded() -> None:

@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from surefoot import Engine, SamplingParams
+from surefoot.cache import KVCache, memory
 from surefoot.drafters.none import NoDrafter
-from surefoot.engine.target import PREFILL_CHUNK
+from surefoot.engine.target import PREFILL_CHUNK, DecoderTarget
 from surefoot.errors import CheckpointError, InputError, NumericalError, TokenizerError
+from surefoot.loading.config import parse_config
+from surefoot.loading.files import read_json
 from surefoot.loading.tiny import Style, tiny_config, write_checkpoint
+from surefoot.model.decoder import build_cache, build_kv
 from surefoot.model.tensors import random_tensors
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
@@ -54,6 +58,10 @@ GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
         ({"slots": 0}, "slots: expected an integer of at least 1"),
         ({"max_len": 0}, "max_len: expected an integer of at least 1"),
         ({"drafter": "draft-model"}, "draft_model: expected exactly with"),
+        ({"drafter": NoDrafter}, "drafter: expected one of none, ngram"),
+        ({"slots": 10**5000}, "slots: expected an integer of at least 1 and at most .*found a value of type int"),
+        ({"max_len": "9"}, "max_len: expected an integer"),
+        ({"progress": 5}, "progress: expected a function"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_read(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -106,9 +114,10 @@ def test_text_needs_a_tokenizer(folder: Path) -> None:
         {"temperature": float("inf")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2},
         {"seed": -1}, {"seed": 2**64}, {"acceptance": "hopeful"}, {"stop_token_ids": (-3,)}, {"top_k": True},
         {"temperature": 10**400}, {"acceptance": ["coupled"]}, {"ignore_eos": 1},
-        {"stop_token_ids": 5}, {"stop_token_ids": "ab"},
+        {"stop_token_ids": 5}, {"stop_token_ids": "ab"}, {"stop_token_ids": torch.tensor(3)},
+        {"stop_token_ids": {3: 4}}, {"stop_token_ids": b"ab"}, {"temperature": 10**5000}, {"seed": 10**5000},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_bad_sampling_parameters(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
@@ -282,6 +291,87 @@ def test_a_drafter_that_oversteps_is_stopped(folder: Path) -> None:
 
     with pytest.raises(InputError, match="'eager': expected at most 3 tokens, found 4"):
         load(folder, drafter=Eager(), draft_length=3).generate([1, 2], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "expected a list of 1 Draft, found None"),
+        ([], "expected a list of 1 Draft"),
+        ([None], "expected a list of 1 Draft"),
+        ([Draft(), Draft()], "expected a list of 1 Draft"),
+        ([Draft(("a",))], r"tokens\[0\]: expected a token id from 0 to 259, found 'a'"),  # type: ignore[arg-type]
+        ([Draft((1.5,))], "found 1.5"),  # type: ignore[arg-type]
+        ([Draft(None)], "found None"),  # type: ignore[arg-type]
+        ([Draft((260,))], "found 260"),
+    ],
+)
+def test_a_drafter_that_answers_with_something_else(folder: Path, answer: Any, message: str) -> None:
+    class Odd(NoDrafter):
+        name = "odd"
+
+        def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+            proposed: list[Draft] = answer
+            return proposed
+
+    engine = load(folder, drafter=Odd(), draft_length=3)
+    with pytest.raises(InputError, match=f"drafter 'odd': .*{message}"):
+        engine.generate([1, 2], GREEDY)
+    engine.drafter = NoDrafter()
+    assert len(engine.generate([1, 2], GREEDY).token_ids) == 5
+
+
+@pytest.mark.parametrize("drafter", ["none", "mtp", "draft-model"])
+@pytest.mark.parametrize("slots", [10**9, 2**62])
+def test_more_slots_than_memory(folder: Path, drafter: str, slots: int) -> None:
+    model = {"draft_model": folder} if drafter == "draft-model" else {}
+    message = r"slots: [0-9]+ caches of [\d,]+ bytes: expected at most the [\d,]+ bytes of cpu's memory, found [\d,]+$"
+    with pytest.raises(InputError, match=message):
+        load(folder, drafter=drafter, slots=slots, **model)
+
+
+def test_slots_that_the_allocator_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_of", lambda device: None)  # a system that does not tell
+    with pytest.raises(InputError, match=r"slots: .* bytes: expected [\d,]+ bytes to be free on cpu, found: "):
+        load_lane(folder, 10**12)
+
+
+def load_lane(folder: Path, slots: int) -> KVCache:
+    """One lane as the engine makes them: a single allocation."""
+    target: Any = load(folder).target
+    return build_kv(target.decoder.config, slots, 64, torch.float32, torch.device("cpu"))
+
+
+def test_the_bytes_of_a_slot_are_those_of_its_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = load(folder, slots=2).target.cache  # type: ignore[attr-defined]  # a DecoderTarget
+    monkeypatch.setattr(memory, "memory_of", lambda device: 2 * cache.bytes_per_slot - 1)
+    with pytest.raises(InputError, match=f"slots: 2 caches of {cache.bytes_per_slot:,} bytes"):
+        build_cache(parse_config(read_json(folder / "config.json")), 2, 64, torch.float32, torch.device("cpu"))
+
+
+def test_positions_that_do_not_fit(tmp_path: Path) -> None:
+    config = tiny_config(max_positions=2**40)
+    write_checkpoint(tmp_path, config, random_tensors(config, seed=1))
+    with pytest.raises(InputError, match="max_len: rotary angles of 1099511627776 positions: expected at most"):
+        Engine.from_pretrained(tmp_path, max_len=2**41)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": None}, "target: expected a Target .*found None"),
+        ({"target": DecoderTarget}, "target: expected a Target"),
+        ({"drafter": None}, "drafter: expected a Drafter, found None"),
+        ({"drafter": "ngram"}, "drafter: expected a Drafter, found 'ngram'"),
+        ({"drafter": NoDrafter}, "drafter: expected a Drafter, found <class"),
+        ({"eos_token_ids": 5}, "eos_token_ids: expected a list of token ids, found 5"),
+        ({"eos_token_ids": None}, "eos_token_ids: expected a list of token ids, found None"),
+    ],
+)
+def test_parts_that_are_none(folder: Path, change: dict[str, Any], message: str) -> None:
+    parts = {"target": load(folder).target, "drafter": NoDrafter(), "draft_length": 0}
+    with pytest.raises(InputError, match=message):
+        Engine(**{**parts, **change})
 
 
 @pytest.mark.parametrize("draft_length", [-1, 0, 100, "x"])

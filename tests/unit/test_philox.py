@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -143,3 +144,23 @@ def test_positions_must_fit_the_counter() -> None:
         gumbel(1, [-1], 4)
     with pytest.raises(InputError, match="found 4294967296"):
         uniforms(1, range(2**32, 2**32 + 1), Purpose.ACCEPT)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: uniforms("a", [1], Purpose.ACCEPT), "seed: expected an integer"),  # type: ignore[arg-type]
+        (lambda: uniforms(2**64, [1], Purpose.ACCEPT), "seed: expected an integer"),
+        (lambda: uniforms(1, 5, Purpose.ACCEPT), "positions: expected a list of integers, found 5"),  # type: ignore[arg-type]
+        (lambda: uniforms(1, ["a"], Purpose.ACCEPT), "positions: .*found 'a'"),  # type: ignore[list-item]
+        (lambda: uniforms(1, [1.5], Purpose.ACCEPT), "positions: .*found 1.5"),  # type: ignore[list-item]
+        (lambda: uniforms(1, [1], 9), "purpose: expected a Purpose, found 9"),  # type: ignore[arg-type]
+        (lambda: uniforms(1, [1], Purpose.DRAFT, start=-1), "start: expected an integer"),
+        (lambda: gumbel(1, [1], 0), "vocab_size: expected an integer of at least 1"),
+        (lambda: gumbel(1, [1], 2.5), "vocab_size: .*found 2.5"),  # type: ignore[arg-type]
+        (lambda: gumbel(1, [1], 2**60), "vocab_size: .*at most 17179869184"),
+    ],
+)
+def test_wrong_arguments(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()

@@ -118,8 +118,12 @@ def test_special_tokens() -> None:
 def test_bad_input() -> None:
     with pytest.raises(InputError, match="text: expected characters that UTF-8 can hold"):
         TOKENIZERS["bytes"].encode("a\ud800")
-    with pytest.raises(InputError, match="tokens: expected ids of at least 0, found -1"):
+    with pytest.raises(InputError, match=r"tokens\[1\]: expected a token id from 0 to 4294967295, found -1"):
         TOKENIZERS["bytes"].decode([3, -1])
+    with pytest.raises(InputError, match=r"tokens\[0\]: .*found 1099511627776"):
+        TOKENIZERS["bytes"].decode([2**40])
+    with pytest.raises(InputError, match="text: expected a string, found 5"):
+        TOKENIZERS["bytes"].encode(5)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TokenizerError, match=r"prompt: expected a model folder with tokenizer.json"):
         require_tokenizer(None, "prompt")
 
@@ -161,6 +165,49 @@ class TestFolder:
         (tmp_path / "tokenizer.json").write_text(text)
         with pytest.raises(CheckpointError, match=r"tokenizer.json: expected a tokenizer"):
             Tokenizer.from_folder(tmp_path)
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+    @pytest.mark.parametrize("raw", [b"\xff\xfe\x00", None], ids=["not UTF-8", "a folder"])
+    def test_what_cannot_be_read(self, tmp_path: Path, name: str, raw: bytes | None) -> None:
+        file = self.folder(tmp_path) / name
+        file.unlink(missing_ok=True)
+        file.mkdir() if raw is None else file.write_bytes(raw)
+        with pytest.raises(CheckpointError, match=name):
+            Tokenizer.from_folder(tmp_path)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            [],
+            {},
+            {"default": "x"},
+            3,
+            True,
+            [None],
+            [{}],
+            [{"name": [1], "template": "x"}],
+            [{"name": {"a": 1}, "template": "x"}],
+            [{"name": "default"}],
+            [{"name": "default", "template": 3}],
+        ],
+        ids=repr,
+    )
+    def test_templates_that_are_none(self, tmp_path: Path, template: object) -> None:
+        with pytest.raises(CheckpointError, match=r"tokenizer_config.json: chat_template: expected a template, found"):
+            Tokenizer.from_folder(self.folder(tmp_path, chat_template=template))
+
+    def test_odd_entries_beside_the_default_template(self, tmp_path: Path) -> None:
+        templates = [{"name": [1], "template": "no"}, None, {"name": "default", "template": "yes"}]
+        assert self.load(self.folder(tmp_path, chat_template=templates)).chat_template == "yes"
+
+    @pytest.mark.parametrize("token", ["\ud800", {"content": "\ud800"}], ids=["text", "object"])
+    def test_special_tokens_that_no_text_holds(self, tmp_path: Path, token: object) -> None:
+        with pytest.raises(CheckpointError, match=r"tokenizer_config.json: eos_token: expected UTF-8 text"):
+            Tokenizer.from_folder(self.folder(tmp_path, eos_token=token))
+
+    def test_names_too_long_for_the_system(self) -> None:
+        with pytest.raises(CheckpointError, match=r"expected a file's name, found: .*too long"):
+            Tokenizer.from_folder("a" * 5000)
 
     def test_damage_beside_it(self, tmp_path: Path) -> None:
         (self.folder(tmp_path) / "tokenizer_config.json").write_text("[")
@@ -206,6 +253,9 @@ class TestChat:
             ("{{ messages.append(1) }}", "safe"),
             ("{{ 1 + 'a' }}", "unsupported operand"),
             ("{{ missing.field }}", "missing"),
+            ("{{ 1 / 0 }}", "division by zero"),
+            ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion"),
+            ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ],
     )
     def test_refusals(self, template: str | None, named: str) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from surefoot.errors import InputError
+from surefoot.sampling import require_int
 from surefoot.types import Scores, Window
+from surefoot.verify.arrays import real_tensor
 
 Forward = Callable[[list[int], int], Any]
 """forward(token_ids, position) -> logits: see `CallableTarget`."""
@@ -27,7 +28,8 @@ class CallableTarget:
     was refused). A new sequence begins at position 0. One sequence at a time.
 
     The result is lossless if the logits after a token depend on that token and those before it alone, not on how many
-    were read at once. Raises InputError when the logits have another shape.
+    were read at once. Raises InputError for sizes below 1, and when the logits have another
+    shape or are not real numbers.
     """
 
     slots = 1
@@ -35,11 +37,11 @@ class CallableTarget:
     def __init__(
         self, forward: Forward, *, max_len: int = 4096, vocab_size: int | None = None, prefill_chunk: int = 512
     ) -> None:
-        for name, value in (("max_len", max_len), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise InputError(f"{name}: expected at least 1, found {value}")
+        vocab_size = ANY_SIZE if vocab_size is None else vocab_size
+        for name, value in (("max_len", max_len), ("prefill_chunk", prefill_chunk), ("vocab_size", vocab_size)):
+            require_int(name, value, low=1)
         self.max_len = max_len
-        self.vocab_size = vocab_size or ANY_SIZE
+        self.vocab_size = vocab_size
         self._forward = forward
         self._chunk = prefill_chunk
         self._length = 0
@@ -73,15 +75,13 @@ class CallableTarget:
         self._length = self._mark
 
     def _logits(self, tokens: list[int]) -> Tensor:
-        answer = self._forward(tokens, self._length)
-        try:
-            logits = torch.as_tensor(answer)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"forward: expected logits [n, V], found {type(answer).__name__}") from error
+        size = "V" if self.vocab_size == ANY_SIZE else self.vocab_size
+        expected = f"logits [{len(tokens)}, {size}]"
+        logits = real_tensor("forward", self._forward(list(tokens), self._length), expected)
         if logits.dim() == 1 and len(tokens) == 1:
             logits = logits[None]
-        size = "V" if self.vocab_size == ANY_SIZE else self.vocab_size
-        if logits.dim() != 2 or len(logits) != len(tokens) or (size not in ("V", logits.shape[1])):
-            raise InputError(f"forward: expected logits [{len(tokens)}, {size}], found {list(logits.shape)}")
+        fits = logits.dim() == 2 and len(logits) == len(tokens) and logits.shape[1] > 0
+        if not fits or size not in ("V", logits.shape[1]):
+            raise InputError(f"forward: expected {expected}, found {list(logits.shape)}")
         self.vocab_size = logits.shape[1]
-        return logits.detach().float()
+        return logits.float()

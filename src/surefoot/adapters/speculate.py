@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -11,8 +13,9 @@ from surefoot.adapters.callable_target import CallableTarget, Forward
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import Engine, Generation
-from surefoot.errors import InputError
-from surefoot.sampling import SamplingParams
+from surefoot.engine.drafting import check_drafter
+from surefoot.errors import InputError, shown
+from surefoot.sampling import SamplingParams, check_token_ids
 from surefoot.types import Drafter, Target
 
 
@@ -36,14 +39,13 @@ def speculate(
     Raises InputError for bad arguments or logits of the wrong shape, NumericalError for logits that are not numbers.
     """
     named: dict[str, Drafter] = {"ngram": NgramDrafter(min_ngram=1), "none": NoDrafter()}
-    if isinstance(drafter, str):
-        if drafter not in named:
-            raise InputError(f"drafter: expected one of {', '.join(named)} or a Drafter, found {drafter!r}")
-        drafter = named[drafter]
+    check_drafter(drafter, tuple(named))
     target = as_target(forward, max_len, vocab_size)
-    eos = tuple(eos_token_ids) or tuple(getattr(target, "eos_token_ids", ()))
-    prompt = prompt_tokens.tolist() if isinstance(prompt_tokens, torch.Tensor) else list(prompt_tokens)
-    return Engine(target, drafter, draft_length, eos_token_ids=eos).generate([prompt], params)[0]
+    prompt = check_token_ids("prompt", prompt_tokens, target.vocab_size)
+    chosen = named[drafter] if isinstance(drafter, str) else drafter
+    engine = Engine(target, chosen, draft_length, eos_token_ids=eos_token_ids)
+    engine.eos_token_ids = engine.eos_token_ids or tuple(getattr(target, "eos_token_ids", ()))
+    return engine.generate([prompt], params)[0]
 
 
 def as_target(forward: Forward | Target, max_len: int | None, vocab_size: int | None) -> Target:
@@ -53,6 +55,22 @@ def as_target(forward: Forward | Target, max_len: int | None, vocab_size: int | 
         if max_len is not None or vocab_size is not None:
             raise InputError("max_len, vocab_size: expected for a function only; a Target has its own")
         return target
-    if not callable(forward):
-        raise InputError(f"forward: expected a function or a Target, found {type(forward).__name__}")
+    if not callable(forward) or isinstance(forward, type):
+        raise InputError(f"forward: expected a function or a Target, found {shown(forward)}")
+    if hasattr(forward, "get_output_embeddings"):
+        found = type(forward).__name__
+        raise InputError(f"forward: expected a function or a Target, such as TransformersTarget(model), found {found}")
+    _check_parameters(forward)
     return CallableTarget(forward, max_len=4096 if max_len is None else max_len, vocab_size=vocab_size)
+
+
+def _check_parameters(forward: Callable[..., Any]) -> None:
+    """Raise InputError unless the function can be called with (token_ids, position)."""
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # some written in C have none to show
+        return
+    try:
+        signature.bind([], 0)
+    except TypeError as error:
+        raise InputError(f"forward: expected a function of (token_ids, position), found {signature}") from error

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from surefoot.adapters.exact import Pass, exact_copy, fixed_cache
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
+from surefoot.sampling import require_int
 from surefoot.types import Scores, Window
 
 ROW_STEPS = (2, 4, 8, 16)  # passes are padded to a multiple of the first of these that makes them exact
@@ -50,14 +51,13 @@ class TransformersTarget:
         exact: bool = True,
         prefill_chunk: int = 512,
     ) -> None:
-        config = model.config.get_text_config(decoder=True)
+        require_int("slots", slots, low=1)
+        require_int("prefill_chunk", prefill_chunk, low=1)
         refuse_uncroppable(model)
+        config = model.config.get_text_config(decoder=True)
         positions = getattr(config, "max_position_embeddings", None) or 2**20
         self.max_len = positions if max_len is None else max_len
-        if not 1 <= self.max_len <= positions:
-            raise InputError(f"max_len: expected 1 to {positions} (the model's positions), found {max_len}")
-        if slots < 1:
-            raise InputError(f"slots: expected at least 1, found {slots}")
+        require_int("max_len", self.max_len, low=1, high=positions)
         self.slots = slots
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.eos_token_ids = eos_token_ids(model)
@@ -199,6 +199,9 @@ class TransformersTarget:
 def refuse_uncroppable(model: PreTrainedModel) -> None:
     """Raise InputError if the model's state after a token cannot be taken back by cutting its cache."""
     name = type(model).__name__
+    is_model = hasattr(model, "get_output_embeddings") and not isinstance(model, type)
+    if not is_model or model.get_output_embeddings() is None:
+        raise InputError(f"model: expected a transformers model with a language model head, found {shown(model, 60)}")
     if getattr(model, "_is_stateful", False):
         raise InputError(f"{name}: expected a model whose cache can be cropped, found one with recurrent state")
     if model.config.is_encoder_decoder:

@@ -1,4 +1,5 @@
-"""Every tensor that outlives a step. `hybrid` is the whole; `kv` and `recurrent` are the two kinds of layer."""
+"""Every tensor that outlives a step. `hybrid` is the whole; `kv` and `recurrent` are the two kinds of layer; `memory`
+has room for them or says why not."""
 
 from surefoot.cache.hybrid import HybridCache
 from surefoot.cache.kv import KVCache

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from surefoot.cli.options import Options
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
 
 
 def read_prompt(options: Options) -> str | list[int]:
@@ -58,4 +58,4 @@ def _ids(listed: str) -> list[int]:
     try:
         return [int(part) for part in listed.replace(",", " ").split()]
     except ValueError:
-        raise InputError(f"--token-ids: expected integers such as 5,17,3, found {listed!r}") from None
+        raise InputError(f"--token-ids: expected integers such as 5,17,3, found {shown(listed)}") from None

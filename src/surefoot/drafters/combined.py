@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from surefoot.drafters.ngram import NgramDrafter
-from surefoot.errors import InputError
+from surefoot.sampling import require_int
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter
 
@@ -20,8 +20,7 @@ class CombinedDrafter:
     """
 
     def __init__(self, first: NgramDrafter, then: Drafter, min_match: int = 4) -> None:
-        if min_match < 1:
-            raise InputError(f"min_match: expected at least 1, found {min_match}")
+        require_int("min_match", min_match, low=1)
         self.name = f"{then.name}+{first.name}"
         self._first = first
         self._then = then

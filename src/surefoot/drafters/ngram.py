@@ -14,7 +14,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
+from surefoot.sampling import require_int
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
 
@@ -49,8 +50,7 @@ def propose(
     Raises InputError for sizes below 1, `max_ngram` below `min_ngram`, or an unknown rule.
     """
     _check(max_ngram, min_ngram, match)
-    if max_draft < 1:
-        raise InputError(f"max_draft: expected at least 1, found {max_draft}")
+    require_int("max_draft", max_draft, low=1)
     for length in range(min(max_ngram, len(recent)), min_ngram - 1, -1):
         suffix = list(recent[-length:])
         ends = range(length, len(tokens))
@@ -165,9 +165,9 @@ class NgramDrafter:
 
 
 def _check(max_ngram: int, min_ngram: int, match: str) -> None:
-    if min_ngram < 1:
-        raise InputError(f"min_ngram: expected at least 1, found {min_ngram}")
+    require_int("min_ngram", min_ngram, low=1)
+    require_int("max_ngram", max_ngram, low=1)
     if max_ngram < min_ngram:
         raise InputError(f"max_ngram: expected at least min_ngram = {min_ngram}, found {max_ngram}")
     if match not in get_args(MatchRule):
-        raise InputError(f"match: expected one of {get_args(MatchRule)}, found {match!r}")
+        raise InputError(f"match: expected one of {get_args(MatchRule)}, found {shown(match)}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
-from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,21 +11,23 @@ import torch
 from torch import Tensor
 
 from surefoot.drafters.draft_model import DraftModelDrafter
-from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_draft_length, check_drafter
+from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_draft_length, check_drafter, has_all
 from surefoot.engine.generation import Generation
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Progress, run
 from surefoot.engine.stats import Clock, Stats
 from surefoot.engine.target import DecoderTarget
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
 from surefoot.loading.checkpoint import Checkpoint, MtpPolicy, find_model, load_checkpoint
 from surefoot.loading.tokenizer import Tokenizer, require_tokenizer
 from surefoot.model import Decoder, MTPHead
-from surefoot.sampling import SamplingParams
+from surefoot.sampling import SamplingParams, check_stop_ids, check_token_ids, require_int
 from surefoot.sequence import Sequence
 from surefoot.types import Drafter, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_SIZE = 2**63 - 1  # of anything in a tensor
+TARGET_PARTS = ("vocab_size", "max_len", "slots", "prefill", "verify", "commit", "release")
 Prompt = str | Seq[int]
 
 
@@ -34,7 +35,7 @@ class Engine:
     """Decodes requests with one target and one drafter. Not safe for use from several threads at once.
 
     `draft_length` (K) bounds a draft; `notes` are sentences that a user should see, such as a drafter that was chosen
-    because the wanted one was not there.
+    because the wanted one was not there. Raises InputError for parts that are none.
     """
 
     def __init__(
@@ -47,13 +48,16 @@ class Engine:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
     ) -> None:
+        if not has_all(target, TARGET_PARTS):
+            raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
+        check_drafter(drafter, ())
         device = target.decoder.device if isinstance(target, DecoderTarget) else torch.device("cpu")
         check_draft_length(drafter.name, draft_length, device)
         self.target = target
         self.drafter = drafter
         self.draft_length = draft_length
         self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
         self.clock = Clock()
         self._busy = False
@@ -84,11 +88,12 @@ class Engine:
         torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
         check_draft_length(check_drafter(drafter), draft_length, torch_device)
         for name, value in (("slots", slots), ("max_len", max_len)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}: expected an integer of at least 1, found {value!r}")
+            require_int(name, value, low=1, high=MAX_SIZE)
+        if progress is not None and not callable(progress):
+            raise InputError(f"progress: expected a function of (done, total), found {shown(progress)}")
         if (drafter == "draft-model") != (draft_model is not None):
             raise InputError("draft_model: expected exactly with drafter='draft-model', found "
-                             f"drafter={drafter!r}, draft_model={draft_model!r}")  # fmt: skip
+                             f"drafter={drafter!r}, draft_model={shown(draft_model)}")  # fmt: skip
         policy: MtpPolicy = "require" if drafter in NEED_HEAD else "if-present" if drafter == "auto" else "skip"
 
         def load(name: str | Path, mtp: MtpPolicy) -> tuple[Checkpoint, Decoder]:
@@ -193,28 +198,20 @@ class Engine:
 
     def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
         if not isinstance(params, SamplingParams):
-            raise InputError(f"params: expected SamplingParams, found {params!r}")
+            raise InputError(f"params: expected SamplingParams, found {shown(params)}")
         tokens = self._check_tokens(self.encode(prompt) if isinstance(prompt, str) else prompt, room=1)
         limit = min(len(tokens) + params.max_new_tokens, self.target.max_len)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
         return Sequence(0, tokens, params, limit, stop_ids)
 
-    def _check_tokens(self, token_ids: Seq[int], room: int) -> list[int]:
-        listed = hasattr(token_ids, "__len__") and hasattr(token_ids, "__getitem__")  # lists, arrays and tensors
-        if not listed or isinstance(token_ids, (Mapping, bytes, bytearray)) or getattr(token_ids, "ndim", 1) != 1:
-            raise InputError(f"prompt: expected text or a list of token ids, found {token_ids!r}")
-        tokens = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
+    def _check_tokens(self, prompt: Seq[int], room: int) -> list[int]:
+        tokens = check_token_ids("prompt", prompt, self.target.vocab_size)
         if not tokens:
             raise InputError("prompt: expected at least one token, found none")
         if len(tokens) > self.target.max_len - room:
             raise InputError(f"prompt: expected at most {self.target.max_len - room} tokens "
                              f"(max_len {self.target.max_len}), found {len(tokens)}")  # fmt: skip
-        for index, token in enumerate(tokens):
-            # numbers.Integral takes NumPy's integers in.
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.target.vocab_size:
-                expected = f"a token id from 0 to {self.target.vocab_size - 1}"
-                raise InputError(f"prompt[{index}]: expected {expected}, found {token!r}")
-        return [int(token) for token in tokens]
+        return tokens
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
@@ -222,7 +219,7 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     if isinstance(name, torch.dtype):
         name = str(name).removeprefix("torch.")
     if not isinstance(name, str) or name not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {name!r}")
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {shown(name)}")
     return DTYPES[name]
 
 
@@ -231,7 +228,7 @@ def parse_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}") from error
+        raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {shown(name)}") from error
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

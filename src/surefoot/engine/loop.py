@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
+from surefoot.sampling import check_token_ids
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Target, Verdict, Window
 from surefoot.verify import verify
@@ -53,9 +54,7 @@ def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: i
     follows them fill it exactly.
     """
     depths = [min(draft_length, sequence.room - 1) for sequence in batch]
-    drafts = drafter.propose(batch, depths)
-    for draft, depth in zip(drafts, depths, strict=True):
-        check_draft(draft, depth, target.vocab_size)
+    drafts = check_drafts(drafter, drafter.propose(batch, depths), depths, target.vocab_size)
     windows = [Window(s.slot, (s.tokens[-1], *draft.tokens)) for s, draft in zip(batch, drafts, strict=True)]
     records = []
     for sequence, draft, scores in zip(batch, drafts, target.verify(windows), strict=True):
@@ -68,10 +67,17 @@ def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: i
     return records
 
 
-def check_draft(draft: Draft, depth: int, vocab_size: int) -> None:
-    """Raise InputError if a drafter proposed more than it was asked for, or a token that the target does not have."""
-    if len(draft.tokens) > depth:
-        raise InputError(f"drafter {draft.source!r}: expected at most {depth} tokens, found {len(draft.tokens)}")
-    for token in draft.tokens:
-        if not 0 <= token < vocab_size:
-            raise InputError(f"drafter {draft.source!r}: expected token ids below {vocab_size}, found {token}")
+def check_drafts(drafter: Drafter, drafts: object, depths: Seq[int], vocab_size: int) -> list[Draft]:
+    """The drafts with plain token ids. Raises InputError if a drafter did not answer with one for each sequence, or
+    proposed more than it was asked for, or a token that the target does not have."""
+    name = f"drafter {drafter.name!r}"
+    listed = drafts if isinstance(drafts, (list, tuple)) else ()
+    if len(listed) != len(depths) or not all(isinstance(draft, Draft) for draft in listed):
+        raise InputError(f"{name}: expected a list of {len(depths)} Draft, found {shown(drafts)}")
+    checked = []
+    for draft, depth in zip(listed, depths, strict=True):
+        tokens = check_token_ids(f"{name}: tokens", draft.tokens, vocab_size)
+        if len(tokens) > depth:
+            raise InputError(f"{name}: expected at most {depth} tokens, found {len(tokens)}")
+        checked.append(replace(draft, tokens=tuple(tokens)))
+    return checked

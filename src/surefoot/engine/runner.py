@@ -29,7 +29,8 @@ def run(
     clock = clock or Clock()
     untimed = drafter  # what it does while a prompt is read counts as prefill
     drafter, target = TimedDrafter(drafter, clock), TimedTarget(target, clock)
-    waiting, free = deque(sequences), list(range(target.slots))
+    waiting = deque(sequences)
+    free = list(range(min(target.slots, len(waiting))))
     running: list[Sequence] = []
 
     def release(sequence: Sequence) -> None:

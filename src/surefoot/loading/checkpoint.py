@@ -17,10 +17,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from surefoot.cache.memory import room_for
 from surefoot.config import ModelConfig
 from surefoot.errors import CheckpointError
 from surefoot.loading.config import merge_ids, parse_config, token_ids
-from surefoot.loading.files import Stored, find_model, inventory, open_safetensors, read_json
+from surefoot.loading.files import Stored, find_model, inventory, is_there, open_safetensors, read_json
 from surefoot.loading.names import Place, is_mtp, pieces, place, stored_shapes
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model.tensors import Shapes, mtp_shapes, target_shapes
@@ -68,7 +69,7 @@ def inspect(path: str | Path, mtp: MtpPolicy = "if-present") -> Inspection:
     in the embedding's shape. Raises CheckpointError naming the tensors, what was expected and what was found.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    if not is_there(folder) or not folder.is_dir():
         raise CheckpointError(f"{path}: expected a folder with config.json and safetensors files, found no such folder")
     config = parse_config(read_json(folder / "config.json"))
     found = _canonical(inventory(folder))
@@ -97,7 +98,8 @@ def load_checkpoint(
     Tensors come in `dtype`, but A_log, dt_bias and the DeltaNet norm in float32, whatever the file has them in. A head
     that repeats a tied embedding is left out. End-of-sequence ids are those of config, generation config and tokenizer
     together, without ids outside the vocabulary. `progress(done, total)` counts elements as tensors arrive.
-    Raises CheckpointError; nothing is allocated before the whole folder has been checked.
+    Raises CheckpointError, or InputError for a device without room; nothing is allocated before the whole folder has
+    been checked.
     """
     checked = inspect(path, mtp)
     tokenizer = Tokenizer.from_folder(checked.path)
@@ -203,7 +205,7 @@ def _first(problems: list[str], count: int = 3) -> list[str]:
 
 def _eos_ids(checked: Inspection, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     generation = checked.path / "generation_config.json"
-    named = token_ids(read_json(generation), generation.name) if generation.exists() else ()
+    named = token_ids(read_json(generation), generation.name) if is_there(generation) else ()
     own = () if tokenizer is None or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     merged = merge_ids(checked.config.eos_token_ids, named, own)
     return tuple(token for token in merged if 0 <= token < checked.config.vocab_size)
@@ -219,13 +221,13 @@ def _read(
             by_file.setdefault(stored.file, []).append((spot, stored))
     total = sum(_count(stored.shape) for jobs in by_file.values() for _, stored in jobs)
     done = 0
-    tensors: dict[str, Tensor] = {}
+    dtypes = {name: torch.float32 if name.endswith(KEPT_FLOAT32) else dtype for name in shapes}
+    needed = sum(_count(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+    with room_for("weights", needed, device):
+        tensors = {name: torch.empty(shape, dtype=dtypes[name], device=device) for name, shape in shapes.items()}
     for file in sorted(by_file):
         with open_safetensors(file) as reader:
             for spot, stored in by_file[file]:
-                if spot.name not in tensors:
-                    kept = torch.float32 if spot.name.endswith(KEPT_FLOAT32) else dtype
-                    tensors[spot.name] = torch.empty(shapes[spot.name], dtype=kept, device=device)
                 part = _part(tensors[spot.name], spot)
                 # A copy of our own, not the mapped file: aligned, and safe when the file is replaced meanwhile.
                 part.copy_(_tensor(reader, stored).reshape(part.shape))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from surefoot.config import LayerType, ModelConfig, MoEConfig
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, shown
 
 Json = Mapping[str, object]
 
@@ -72,7 +72,7 @@ def token_ids(raw: Json, where: str, key: str = "eos_token_id") -> tuple[int, ..
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise CheckpointError(f"{where}: {key}: expected a token id or a list of them, found {value!r}")
+            raise CheckpointError(f"{where}: {key}: expected a token id or a list of them, found {shown(value)}")
     return tuple(ids)
 
 
@@ -193,5 +193,6 @@ def _flag(raw: Json, key: str, default: bool) -> bool:
 
 
 def _wrong(key: str, expected: str, found: object) -> CheckpointError:
-    shown = "nothing" if found is None else repr(found)
-    return CheckpointError(f"config.json: {key}: expected {expected}, found {shown[:200]}")
+    return CheckpointError(
+        f"config.json: {key}: expected {expected}, found {'nothing' if found is None else shown(found)}"
+    )

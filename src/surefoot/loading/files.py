@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from surefoot.errors import CheckpointError
+from surefoot.errors import CheckpointError, shown
 from surefoot.loading.names import is_mtp, place
 
 BUNDLED = ("surefoot-demo",)
@@ -39,7 +39,7 @@ def find_model(name: str | Path) -> Path:
     Raises CheckpointError if it is none of these, or the hub cannot give it.
     """
     if not isinstance(name, (str, Path)):
-        raise CheckpointError(f"model: expected a name or a path, found {name!r}")
+        raise CheckpointError(f"model: expected a name or a path, found {shown(name)}")
     if name in BUNDLED:
         folder = Path(str(resources.files("surefoot") / "models" / str(name)))
         if not folder.is_dir():
@@ -73,6 +73,15 @@ def read_json(file: Path) -> dict[str, object]:
     return value
 
 
+def is_there(file: Path) -> bool:
+    """Whether there is a file or a folder of this name. Raises CheckpointError for a name that no file can have, and
+    where the system does not let us look."""
+    try:
+        return file.exists()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(file)[:200]}: expected a file's name, found: {str(error)[:200]}") from error
+
+
 def inventory(folder: Path) -> list[Stored]:
     """Every tensor of the checkpoint, from the headers of its safetensors files alone.
 
@@ -81,7 +90,7 @@ def inventory(folder: Path) -> list[Stored]:
     Raises CheckpointError for a damaged file, a missing shard, or a shard without a tensor that the index promises.
     """
     present = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).exists():
+    if is_there(folder / INDEX):
         promised = _read_index(folder / INDEX)
         listed = sorted({folder / shard for shard in promised.values()})
     else:
@@ -91,7 +100,7 @@ def inventory(folder: Path) -> list[Stored]:
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found no safetensors file")
     tensors: list[Stored] = []
     for file in listed:
-        if not file.exists():
+        if not is_there(file):
             raise CheckpointError(f"{folder / INDEX}: expected the shard {file.name} beside it, found no such file")
         tensors += read_header(file)
     _check_index(promised, tensors)
@@ -146,7 +155,10 @@ def _read_index(file: Path) -> dict[str, str]:
         )
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard or "\0" in shard or Path(shard).name != shard:
-            raise CheckpointError(f"{file}: weight_map: {name}: expected a file name in this folder, found {shard!r}")
+            found = shown(shard)
+            raise CheckpointError(
+                f"{file}: weight_map: {shown(name)}: expected a file name in this folder, found {found}"
+            )
     return weight_map
 
 

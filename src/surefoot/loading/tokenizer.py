@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer as Backend
 
-from surefoot.errors import CheckpointError, InputError, TokenizerError
-from surefoot.loading.files import read_json
+from surefoot.errors import CheckpointError, InputError, TokenizerError, shown
+from surefoot.loading.files import is_there, read_json
+from surefoot.sampling import check_token_ids
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+MOST_IDS = 2**32  # the library's ids have 32 bits
 UNFINISHED = "\ufffd"  # what a decoder prints for bytes that are not (yet) a character
 
 
@@ -41,14 +43,14 @@ class Tokenizer:
         """
         folder = Path(path)
         file = folder / "tokenizer.json"
-        if not file.exists():
+        if not is_there(file):
             return None
         try:
             backend = Backend.from_str(file.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises plain Exception for whatever is wrong in the file
             raise CheckpointError(f"{file}: expected a tokenizer, found: {error}") from error
         settings_file = folder / "tokenizer_config.json"
-        settings = read_json(settings_file) if settings_file.exists() else {}
+        settings = read_json(settings_file) if is_there(settings_file) else {}
         template = _template_file(folder / "chat_template.jinja") or _template_setting(settings.get("chat_template"))
         return cls(backend, template, _specials(settings))
 
@@ -66,6 +68,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it count as themselves. `add_special_tokens` lets the
         tokenizer put its own around it (a text from `apply_chat` has them already)."""
+        if not isinstance(text, str):
+            raise InputError(f"text: expected a string, found {shown(text)}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -74,9 +78,7 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; ids without a token (padding rows of the embedding) give nothing."""
-        if any(token < 0 for token in tokens):
-            raise InputError(f"tokens: expected ids of at least 0, found {min(tokens)}")
-        return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(check_token_ids("tokens", tokens, MOST_IDS), skip_special_tokens=skip_special_tokens)
 
     def apply_chat(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True, **kwargs: object
@@ -86,8 +88,6 @@ class Tokenizer:
 
         Raises TokenizerError if there is no template, or it refuses these messages.
         """
-        from jinja2 import TemplateError
-
         if self.chat_template is None:
             raise TokenizerError("chat template: expected one in the model's folder, found none; pass plain text")
         try:
@@ -95,7 +95,7 @@ class Tokenizer:
                 self._compiled = _compile(self.chat_template)
             values = {**self.specials, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
             return self._compiled.render({**values, **kwargs})
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program, and may fail like one
             raise TokenizerError(f"chat template: expected messages that it accepts, found: {error}") from error
 
 
@@ -155,7 +155,7 @@ def require_tokenizer(tokenizer: Tokenizer | None, wanted: str) -> Tokenizer:
 
 def _template_file(file: Path) -> str | None:
     try:
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return file.read_text(encoding="utf-8") if is_there(file) else None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: expected a chat template in UTF-8, found: {error}") from error
 
@@ -165,10 +165,10 @@ def _template_setting(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        if isinstance(named.get("default"), str):
-            return str(named["default"])
-    raise CheckpointError(f"tokenizer_config.json: chat_template: expected a template, found {str(value)[:100]}")
+        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        if named and isinstance(named[-1].get("template"), str):
+            return str(named[-1]["template"])
+    raise CheckpointError(f"tokenizer_config.json: chat_template: expected a template, found {shown(value, 100)}")
 
 
 def _specials(settings: Mapping[str, object]) -> dict[str, str]:
@@ -177,6 +177,10 @@ def _specials(settings: Mapping[str, object]) -> dict[str, str]:
     for key, value in settings.items():
         text = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(text, str):
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise CheckpointError(f"tokenizer_config.json: {key}: expected UTF-8 text, found {error}") from error
             found[key] = text
     return found
 

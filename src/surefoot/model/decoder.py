@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.cache import HybridCache, KVCache, RecurrentCache
+from surefoot.cache.memory import allocate, room_for
 from surefoot.config import ModelConfig
 from surefoot.kernels.linear import LinearFactory
 from surefoot.kernels.norm import RMSNorm
@@ -95,7 +96,8 @@ class Decoder:
         self.linear = linear or LinearFactory()
         self.embedding = tensors["model.embed_tokens.weight"]
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
-        self.rope = RopeTable(config.rotary_dim, config.rope_theta, max_len, self.device)
+        with room_for(f"max_len: rotary angles of {max_len} positions", 8 * max_len * config.rotary_dim, self.device):
+            self.rope = RopeTable(config.rotary_dim, config.rope_theta, max_len, self.device)
         self.blocks = []
         for index, kind in enumerate(config.layer_types):
             prefix = f"model.layers.{index}."
@@ -141,19 +143,35 @@ class Decoder:
 
 
 def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> HybridCache:
-    """Empty caches for `slots` sequences of at most `max_len` tokens."""
-    layers: list[KVCache | RecurrentCache] = []
-    for kind in config.layer_types:
-        if kind == "full_attention":
-            layers.append(build_kv(config, slots, max_len, dtype, device))
-        else:
-            state = (config.linear_key_heads, config.linear_key_dim, config.value_ratio * config.linear_value_dim)
-            layers.append(RecurrentCache(slots, state, config.conv_channels, config.conv_width, device))
-    return HybridCache(layers, slots)
+    """Empty caches for `slots` sequences of at most `max_len` tokens. Raises InputError if memory has no room."""
+    state = (config.linear_key_heads, config.linear_key_dim, config.value_ratio * config.linear_value_dim)
+    kv_dtype = _kv_dtype(dtype, device)
+
+    def build(slots: int, device: torch.device) -> HybridCache:
+        return HybridCache(
+            [
+                KVCache(slots, config.num_kv_heads, max_len, config.head_dim, kv_dtype, device)
+                if kind == "full_attention"
+                else RecurrentCache(slots, state, config.conv_channels, config.conv_width, device)
+                for kind in config.layer_types
+            ],
+            slots,
+        )
+
+    return allocate(build, slots, device)
 
 
 def build_kv(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-    """One attention layer's lane. On the CPU it is float32 whatever the weights are: attention over a 16-bit cache
-    converts every element at every step there, which costs several times the reading."""
-    kv_dtype = torch.float32 if device.type == "cpu" else dtype
-    return KVCache(slots, config.num_kv_heads, max_len, config.head_dim, kv_dtype, device)
+    """One attention layer's lane. Raises InputError if memory has no room."""
+    kv_dtype = _kv_dtype(dtype, device)
+    return allocate(
+        lambda slots, device: KVCache(slots, config.num_kv_heads, max_len, config.head_dim, kv_dtype, device),
+        slots,
+        device,
+    )
+
+
+def _kv_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """On the CPU float32 whatever the weights are: attention over a 16-bit cache converts every element at every step
+    there, which costs several times the reading."""
+    return torch.float32 if device.type == "cpu" else dtype

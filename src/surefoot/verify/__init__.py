@@ -4,7 +4,8 @@ Usable alone: `from surefoot import verify`, then `verify.accept(...)`. See `acc
 for how sampling parameters become a distribution, `philox` for where the random numbers come from.
 """
 
-from surefoot.verify.acceptance import Array, accept, accept_exact, choose, draft_token, verify
+from surefoot.verify.acceptance import accept, accept_exact, choose, draft_token, verify
+from surefoot.verify.arrays import Array
 from surefoot.verify.distribution import probabilities, process
 from surefoot.verify.philox import Purpose, gumbel, uniforms
 

@@ -11,28 +11,18 @@ Two rules keep one promise, that the output has the target's law whatever the dr
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from surefoot.errors import InputError
-from surefoot.sampling import SamplingParams
+from surefoot.sampling import SamplingParams, check_token_ids
 from surefoot.types import Draft, Verdict
-from surefoot.verify.distribution import check_finite, process, process_unchecked
+from surefoot.verify.arrays import Array, real_tensor
+from surefoot.verify.distribution import check_finite, check_request, process, process_unchecked
 from surefoot.verify.philox import Purpose, gumbel, uniforms
 
 _TOLERANCE = 1e-3  # of a distribution's sum; half precision stays well inside
-
-
-class _Array(Protocol):
-    """Anything that NumPy understands as an array."""
-
-    def __array__(self) -> object: ...
-
-
-Array: TypeAlias = Tensor | _Array | Seq[int] | Seq[float] | Seq[Seq[float]]
-"""A tensor, a NumPy array, or (nested) lists of numbers."""
 
 
 def verify(draft: Draft, logits: Tensor, params: SamplingParams, position: int) -> Verdict:
@@ -45,15 +35,16 @@ def verify(draft: Draft, logits: Tensor, params: SamplingParams, position: int) 
 
     Raises InputError if the shapes disagree, NumericalError naming the position of a row of logits that cannot be used.
     """
+    check_request(logits, params, position)
     width = len(draft.tokens) + 1
-    if logits.dim() != 2 or logits.shape[0] != width:
+    if logits.shape[0] != width:
         raise InputError(f"logits: expected [{width}, V] for {width - 1} draft tokens, found {list(logits.shape)}")
     if params.greedy or params.acceptance == "coupled":
         return accept_exact(draft.tokens, choose(logits, params, position))
     target_probs = process(logits, params, position).softmax(dim=-1)
     draft_probs = None
     if draft.probs is not None and width > 1:
-        draft_probs = draft.probs.to(logits.device)
+        draft_probs = real_tensor("draft.probs", draft.probs).to(logits.device)
         if draft_probs.shape != (width - 1, logits.shape[1]):
             expected = [width - 1, logits.shape[1]]
             raise InputError(f"draft.probs: expected {expected}, found {list(draft_probs.shape)}")
@@ -76,6 +67,7 @@ def choose(logits: Tensor, params: SamplingParams, position: int) -> list[int]:
 
     Raises NumericalError naming the position of a row that holds NaN or +inf, or -inf only.
     """
+    check_request(logits, params, position)
     if params.greedy:
         largest, tokens = logits.max(dim=-1)  # the first of equal maxima, on every device
     else:
@@ -90,8 +82,9 @@ def choose(logits: Tensor, params: SamplingParams, position: int) -> list[int]:
 def accept_exact(draft_tokens: Seq[int], choices: Seq[int]) -> Verdict:
     """Keep draft tokens [K] while they equal the target's own choices [K + 1]; the next choice follows them.
 
-    Raises InputError if the lengths disagree.
+    Raises InputError if the lengths disagree, or for what is no list of token ids.
     """
+    draft_tokens, choices = check_token_ids("draft_tokens", draft_tokens), check_token_ids("choices", choices)
     if len(choices) != len(draft_tokens) + 1:
         raise InputError(f"choices: expected {len(draft_tokens) + 1}, one more than draft tokens, found {len(choices)}")
     accepted = 0
@@ -117,30 +110,23 @@ def accept(draft_tokens: Array, target_probs: Array, draft_probs: Array | None, 
     """
     targets = _distributions("target_probs", target_probs)
     width, vocab_size = targets.shape
-    tokens = _numbers("draft_tokens", draft_tokens)
-    if tokens.numel() == 0:
-        tokens = tokens.reshape(0).to(torch.int64)
-    if tokens.shape != (width - 1,):
+    tokens = check_token_ids("draft_tokens", draft_tokens, vocab_size)
+    if len(tokens) != width - 1:
         raise InputError(
-            f"draft_tokens: expected [{width - 1}], one fewer than rows of target_probs, found {list(tokens.shape)}"
+            f"draft_tokens: expected [{width - 1}], one fewer than rows of target_probs, found [{len(tokens)}]"
         )
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise InputError(f"draft_tokens: expected integers, found {tokens.dtype}")
-    for token in tokens.tolist():
-        if not 0 <= token < vocab_size:
-            raise InputError(f"draft_tokens: expected ids of 0 to {vocab_size - 1}, found {token}")
     drafts = None
     if draft_probs is not None and width > 1:
         drafts = _distributions("draft_probs", draft_probs).to(targets.device)
         if drafts.shape != (width - 1, vocab_size):
             raise InputError(f"draft_probs: expected {[width - 1, vocab_size]}, found {list(drafts.shape)}")
-    draws = _numbers("uniforms", uniforms, torch.float64).to(targets.device)
+    draws = real_tensor("uniforms", uniforms).to(targets.device, torch.float64)
     if draws.shape != (width,):
         raise InputError(f"uniforms: expected [{width}], one for each row of target_probs, found {list(draws.shape)}")
     for value in draws.tolist():
         if not 0.0 <= value < 1.0:
             raise InputError(f"uniforms: expected numbers in [0, 1), found {value}")
-    return _accept(tokens.to(targets.device, torch.int64), targets, drafts, draws)
+    return _accept(torch.tensor(tokens, dtype=torch.int64, device=targets.device), targets, drafts, draws)
 
 
 def draft_token(logits: Tensor, params: SamplingParams, position: int, start: int = 0) -> tuple[int, Tensor | None]:
@@ -154,6 +140,7 @@ def draft_token(logits: Tensor, params: SamplingParams, position: int, start: in
 
     Raises NumericalError naming the position if the logits hold NaN or +inf, or -inf only.
     """
+    check_request(logits, params, position, "[V]")
     rows = logits[None]
     if params.greedy or params.acceptance == "coupled":
         return choose(rows, params, position)[0], None
@@ -204,19 +191,9 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(reached, ids, last).min()
 
 
-def _numbers(name: str, value: Array, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the numbers given; copies whatever is not a tensor. Without a dtype, numbers keep their kind."""
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype or value.dtype)
-    try:
-        return torch.tensor(value, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{name}: expected a rectangular array of numbers, found {type(value).__name__}") from error
-
-
 def _distributions(name: str, value: Array) -> Tensor:
     """Checked rows of probabilities, float64 [n, V]."""
-    probs = _numbers(name, value, torch.float64)
+    probs = real_tensor(name, value).to(torch.float64)
     if probs.dim() != 2 or 0 in probs.shape:
         raise InputError(f"{name}: expected rows of probabilities, [n, V], found {list(probs.shape)}")
     if not bool((probs >= 0).all()):  # false for NaN, too

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from surefoot.errors import NumericalError
+from surefoot.errors import InputError, NumericalError, shown
 from surefoot.sampling import SamplingParams
+from surefoot.verify.arrays import check_dense
 
 _TINY = torch.finfo(torch.float32).tiny
 _ONE = 2**40  # probability 1 as an integer
@@ -29,8 +31,9 @@ def process(logits: Tensor, params: SamplingParams, position: int = 0) -> Tensor
     Filters that are off cost nothing.
 
     Row i belongs to `position + i`. Raises NumericalError naming the position of a row that holds NaN or +inf, or that
-    excludes every token.
+    excludes every token, InputError for what is no logits or no SamplingParams.
     """
+    check_request(logits, params, position)
     scaled, largest = process_unchecked(logits, params)
     check_finite(largest.tolist(), position)
     return scaled
@@ -66,6 +69,20 @@ def process_unchecked(logits: Tensor, params: SamplingParams) -> tuple[Tensor, T
     if params.min_p > 0.0:
         scaled = scaled.masked_fill(scaled < math.log(params.min_p), -math.inf)
     return scaled, largest[:, 0]
+
+
+def check_request(logits: Tensor, params: SamplingParams, position: int, shape: str = "[n, V]") -> None:
+    """Raise InputError unless `logits` is a tensor of real numbers in this shape, V at least 1, and the other two are
+    what they are called."""
+    if not isinstance(logits, Tensor):
+        raise InputError(f"logits: expected a tensor {shape}, found {type(logits).__name__}")
+    check_dense("logits", logits, shape)
+    if logits.dim() != shape.count(",") + 1 or logits.shape[-1] == 0:
+        raise InputError(f"logits: expected {shape}, found {list(logits.shape)}")
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"params: expected SamplingParams, found {shown(params)}")
+    if not isinstance(position, Integral):
+        raise InputError(f"position: expected an integer, found {shown(position)}")
 
 
 def check_finite(largest: Iterable[float], position: int) -> None:

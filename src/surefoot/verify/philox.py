@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from enum import IntEnum
+from numbers import Integral
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
+from surefoot.sampling import MAX_SEED, require_int
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -60,11 +62,14 @@ def uniforms(
     at least 2^-53 away from 0 and from 1: u < p/q keeps a token of p >= q always and one of p = 0 never, and u * total
     stays inside the range of a cumulative sum. `start` tells apart draws for one position in several windows.
 
-    Raises InputError if a position does not fit 32 bits.
+    Raises InputError if a position does not fit 32 bits, or for what is no seed.
     """
-    _check_positions(positions)
+    _check_key(seed, positions)
+    require_int("start", start, low=0, high=_MASK)
+    if not isinstance(purpose, Purpose):
+        raise InputError(f"purpose: expected a Purpose, found {shown(purpose)}")
     # A window needs a handful of these; Python integers make them faster than a hundred tensor operations would.
-    words = [philox((0, position, int(purpose), start), _key(seed)) for position in positions]
+    words = [philox((0, int(position), int(purpose), start), _key(seed)) for position in positions]
     return torch.tensor(
         [((first << 20 | second >> 12) + 0.5) * 2.0**-52 for first, second, _, _ in words],
         dtype=torch.float64,
@@ -81,9 +86,10 @@ def gumbel(seed: int, positions: Seq[int], vocab_size: int, device: torch.device
     -log(-log(x)) it would keep 24, too few to rank 248,320 tokens. Near 1, x is capped at 1 - 2^-24, the largest
     float32 below 1, so the noise is finite: between -2.9 and 22.9.
 
-    Raises InputError if a position does not fit 32 bits.
+    Raises InputError if a position does not fit 32 bits, or for what is no seed.
     """
-    _check_positions(positions)
+    _check_key(seed, positions)
+    require_int("vocab_size", vocab_size, low=1, high=4 << 32)  # four tokens a block, which is a word of the counter
     blocks = (vocab_size + 3) // 4
     even = torch.empty(2, len(positions), blocks, dtype=torch.int64, device=device)
     even[0] = torch.arange(blocks, device=device)
@@ -132,7 +138,10 @@ def _key(seed: int) -> tuple[int, int]:
     return seed & _MASK, seed >> 32 & _MASK
 
 
-def _check_positions(positions: Seq[int]) -> None:
-    for end in (min(positions, default=0), max(positions, default=0)):
-        if not 0 <= end <= _MASK:
-            raise InputError(f"positions: expected 0 to {_MASK}, found {end}")
+def _check_key(seed: int, positions: Seq[int]) -> None:
+    require_int("seed", seed, low=0, high=MAX_SEED)
+    if not isinstance(positions, Seq):
+        raise InputError(f"positions: expected a list of integers, found {shown(positions)}")
+    for position in [*positions[:1], *positions[-1:]] if isinstance(positions, range) else positions:
+        if not isinstance(position, Integral) or not 0 <= int(position) <= _MASK:
+            raise InputError(f"positions: expected 0 to {_MASK}, found {shown(position)}")
