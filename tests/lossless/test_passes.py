@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and products as on a GPU."""
 
-    def padded_rows(rows: int, device: torch.device) -> int:
+    def padded_rows(rows: int, device: torch.device, least: int = 2) -> int:
         return -(-rows // ROWS) * ROWS
 
     def rows_of_a_pass(device: torch.device) -> int:

@@ -32,11 +32,10 @@ def run_window(x: dict[str, Tensor], state: Tensor, ahead: Tensor) -> tuple[Tens
     def spread(gate: Tensor) -> Tensor:
         return gate.unsqueeze(-1).expand(-1, -1, DV).reshape(tokens, HK, 1, ratio * DV)
 
-    kq = torch.stack([x["k"], x["q"]], dim=2)
-    decay = spread(x["log_decay"].exp())
-    window = gated_delta.WindowPass(kq, x["v"].reshape(tokens, HK, 1, -1), decay, spread(x["beta"]))
-    tape = window.run(slice(0, tokens), state, ahead)
-    return window.output().view(tokens, HK * ratio, DV), tape
+    decay, beta = spread(x["log_decay"].exp()), spread(x["beta"])
+    q, k, v = x["q"].unsqueeze(2), x["k"].unsqueeze(2), x["v"].reshape(tokens, HK, 1, -1)
+    outputs, tape = gated_delta.window(q, k, v, decay, beta, range(tokens), state, ahead)
+    return torch.cat(outputs).view(tokens, HK * ratio, DV), tape
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

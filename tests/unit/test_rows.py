@@ -91,6 +91,15 @@ def test_the_probe_can_fail() -> None:
     assert not linear.rows_agree(Drifting(random(12, 20), 1), 20)
 
 
+def test_passes_are_wider_where_every_layer_packs() -> None:
+    factory = linear.LinearFactory()
+    assert factory.least_rows == rows.MIN_ROWS
+    packed = isinstance(factory(random(96, 64)), linear.PackedLinear)
+    assert factory.least_rows == (linear.PACKED_ROWS if packed else rows.MIN_ROWS)
+    factory._packs[0, 0] = False
+    assert factory.least_rows == rows.MIN_ROWS
+
+
 def test_merged_projections_stand_in_order() -> None:
     first, second, x = random(5, 12), random(7, 12, seed=1), random(3, 12, seed=2)
     out = linear.LinearFactory()(first, second)(x)

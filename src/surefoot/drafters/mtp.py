@@ -77,11 +77,12 @@ class MTPDrafter:
     def _extend(self, chains: list[_Chain]) -> list[_Chain]:
         """Draft one more token for each chain in one pass; returns those that go on."""
         decoder = self._head.decoder
-        layout = Layout.of([(c.sequence.slot, c.position, c.hidden.shape[0]) for c in chains], decoder.device)
+        device, least = decoder.device, decoder.linear.least_rows
+        layout = Layout.of([(c.sequence.slot, c.position, c.hidden.shape[0]) for c in chains], device, least)
         hidden = torch.cat([c.hidden for c in chains])
         out = self._head.decode(hidden, [t for c in chains for t in c.following()], self._lane, layout)
         last = [span.row + span.count - 1 for span in layout.spans]
-        padding = padded_rows(len(last), decoder.device) - len(last)
+        padding = padded_rows(len(last), device, least) - len(last)
         out = out[last + last[:1] * padding]
         logits = decoder.logits(out)
         return [c for c, row, h in zip(chains, logits, out, strict=False) if c.accepts(row, h, self._min_confidence)]

@@ -54,7 +54,7 @@ class DecoderTarget:
 
     def _score_pass(self, windows: Seq[Window]) -> list[Scores]:
         parts = [(w.slot, self.cache.length[w.slot], len(w.tokens)) for w in windows]
-        layout = Layout.of(parts, self.decoder.device)
+        layout = Layout.of(parts, self.decoder.device, self.decoder.linear.least_rows)
         hidden = self.decoder.decode([token for w in windows for token in w.tokens], self.cache, layout)
         logits = self.decoder.logits(hidden)
         return [Scores(logits[span.rows], hidden[span.rows]) for span in layout.spans]

@@ -4,9 +4,8 @@ Per value head, with state S [Dk, Dv], decay a = exp(g), and unit-norm key k and
 
     S <- a S;   delta = beta (v - k^T S);   S <- S + k delta^T;   o = q^T S
 
-`recurrent_reference` is that, word for word. `WindowPass` is the same arithmetic arranged for few tokens: a state is as
-large as a cache, so k^T S and q^T S are read in one pass, before it decays. `chunk` is the parallel form for prefill
-(the paper's chunkwise algorithm).
+`recurrent_reference` is that, word for word; `window` is that in few operations, and keeps what each token did; `chunk`
+is the parallel form for prefill (the paper's chunkwise algorithm).
 
 Heads are grouped: value heads h with the same key head h // r stand side by side, so states are [Hk, Dk, r * Dv], a
 key head's product serves its r value heads, and nothing is repeated.
@@ -57,45 +56,27 @@ class Tape:
             state.mul_(self.decays[t]).addcmul_(self.keys[t], self.deltas[t])
 
 
-class WindowPass:
-    """The delta rule over the rows of one pass: windows of several sequences, one row a token.
+def window(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, rows: range, state: Tensor, ahead: Tensor
+) -> tuple[list[Tensor], Tape]:
+    """Run one sequence's window, whose first token is certain and the others a draft.
 
-    kq [n, Hk, 2, Dk] (key, query), v, decay, beta [n, Hk, 1, r * Dv]. `run` advances one sequence's states over its
-    rows; when all have run, `output` is o of every row. What needs no state is computed for all rows at once.
+    Its tokens are `rows` of q, k [n, Hk, 1, Dk] (normalised), v, decay, beta [n, Hk, 1, r * Dv]. The first is applied
+    to `state` in place; the state after all of them is left in `ahead` (untouched by a window of one). Returns o of
+    every row, [1, Hk * r * Dv] each, and the tape.
     """
-
-    def __init__(self, kq: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
-        self._kq, self._decay = kq, decay
-        read = kq.new_zeros(*kq.shape[:3], v.shape[-1])
-        pulled, self._read = read.split(1, dim=2)  # k^T S and q^T S, both before the token
-        self._delta = torch.zeros_like(v)
-        columns = (kq, kq[:, :, 0].unsqueeze(-1), decay, beta * v, beta * decay, read, pulled, self._delta)
-        self._rows = list(zip(*(column.unbind(0) for column in columns), strict=True))
-
-    def run(self, rows: slice, state: Tensor, ahead: Tensor) -> Tape:
-        """Run the window in `rows`, whose first token is certain and the others a draft.
-
-        The first token is applied to `state` in place; the state after the whole window is left in `ahead` (untouched
-        by a window of one). Returns the tape.
-        """
-        window = self._rows[rows]
-        current = state
-        for index, (kq, key, decay, wanted, pull, read, pulled, delta) in enumerate(window):
-            torch.bmm(kq, current, out=read)
-            torch.addcmul(wanted, pull, pulled, value=-1, out=delta)
-            if index == 1:
-                current = torch.mul(state, decay, out=ahead)
-            else:
-                current.mul_(decay)
-            current.addcmul_(key, delta)
-        _, keys, decays, _, _, _, _, deltas = zip(*window, strict=True)
-        return Tape(keys, deltas, decays)
-
-    def output(self) -> Tensor:
-        """o [n, Hk, 1, r * Dv]: q^T S after the update, which is decay * (q^T S before it) + (q . k) delta."""
-        overlap = (self._kq[:, :, :1] * self._kq[:, :, 1:]).sum(-1, keepdim=True)
-        out: Tensor = self._read * self._decay
-        return out.add_(self._delta * overlap)
+    outputs, keys, deltas, decays = [], [], [], []
+    current = state
+    for row in rows:
+        query, key, fade = q[row], k[row], decay[row]
+        current = torch.mul(state, fade, out=ahead) if row == rows.start + 1 else current.mul_(fade)
+        delta = torch.baddbmm(v[row], key, current, alpha=-1).mul_(beta[row])
+        current.addcmul_(key.mT, delta)
+        outputs.append(torch.bmm(query, current).view(1, -1))
+        keys.append(key.mT)
+        deltas.append(delta)
+        decays.append(fade)
+    return outputs, Tape(tuple(keys), tuple(deltas), tuple(decays))
 
 
 def chunk(

@@ -18,9 +18,9 @@ MIN_ROWS = 2  # reductions over a single row and one-row matrix products take ot
 CUDA_ROWS = 16  # rows of every pass on a GPU, where a reduction is laid out by the number of its results
 
 
-def padded_rows(rows: int, device: torch.device) -> int:
-    """How many rows a decode or verify pass carries for `rows` real ones."""
-    return -(-rows // CUDA_ROWS) * CUDA_ROWS if device.type == "cuda" else max(rows, MIN_ROWS)
+def padded_rows(rows: int, device: torch.device, least: int = MIN_ROWS) -> int:
+    """How many rows a decode or verify pass carries for `rows` real ones, on a CPU at least `least`."""
+    return -(-rows // CUDA_ROWS) * CUDA_ROWS if device.type == "cuda" else max(rows, least)
 
 
 def rows_of_a_pass(device: torch.device) -> int | None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from surefoot.kernels.rows import padded_rows, rows_of_a_pass
+from surefoot.kernels.rows import MIN_ROWS, padded_rows, rows_of_a_pass
 
 Item = TypeVar("Item")
 
@@ -37,13 +37,13 @@ class Layout:
     rows: int
 
     @classmethod
-    def of(cls, parts: Seq[tuple[int, int, int]], device: torch.device) -> Layout:
+    def of(cls, parts: Seq[tuple[int, int, int]], device: torch.device, least_rows: int = MIN_ROWS) -> Layout:
         """From (slot, position of the first token, number of tokens) for each sequence."""
         spans, row = [], 0
         for slot, position, count in parts:
             spans.append(Span(slot, position, row, count))
             row += count
-        return cls(tuple(spans), padded_rows(row, device))
+        return cls(tuple(spans), padded_rows(row, device, least_rows))
 
     def positions(self, device: torch.device) -> Tensor:
         """The position of every row [rows]; 0 for padding."""
