@@ -45,6 +45,11 @@ _COUPLING = tl.constexpr(int(Purpose.COUPLING))
 _DRAFT = tl.constexpr(int(Purpose.DRAFT))
 
 
+def block_of(vocab_size: int) -> int:
+    """Tokens of a row handled by one program."""
+    return max(_GROUP, min(_BLOCK, int(triton.next_power_of_2(vocab_size))))
+
+
 @dataclass(frozen=True)
 class Requests:
     """What each slot's request asked for, in the form the kernels read it; `set` alone writes it."""
@@ -121,8 +126,9 @@ class Workspace:
         def full(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(rows, width, dtype=dtype, device=device)
 
-        blocks = triton.cdiv(vocab_size, _BLOCK)
-        groups = blocks * (_BLOCK // _GROUP)
+        block = block_of(vocab_size)
+        blocks = triton.cdiv(vocab_size, block)
+        groups = blocks * (block // _GROUP)
         return Workspace(
             largest=full(blocks, torch.int64),
             best=full(blocks, torch.int64),
@@ -237,7 +243,7 @@ def measure(
     `only_rejection` leaves out the rows that need no probabilities.
     """
     rows, vocab_size = logits.shape
-    blocks = triton.cdiv(vocab_size, _BLOCK)
+    blocks = triton.cdiv(vocab_size, block_of(vocab_size))
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert rows == len(slots) * window
@@ -256,7 +262,7 @@ def measure(
         blocks,
         groups,
         window,
-        BLOCK=_BLOCK,
+        BLOCK=block_of(vocab_size),
         GROUP=_GROUP,
         ONLY_REJECTION=only_rejection,
         num_warps=8,
@@ -304,7 +310,7 @@ def measure(
         window,
         offset,
         BLOCKS=triton.next_power_of_2(blocks),
-        BLOCK=_BLOCK,
+        BLOCK=block_of(vocab_size),
         ONLY_REJECTION=only_rejection,
         INTERPRETED=INTERPRET,
         num_warps=8,
@@ -353,7 +359,7 @@ def _conclude(
         window,
         offset,
         BLOCKS=triton.next_power_of_2(blocks),
-        BLOCK=_BLOCK,
+        BLOCK=block_of(vocab_size),
         DRAW=draw,
         num_warps=8,
         **launch_options(logits.device),
@@ -656,21 +662,6 @@ def _mass_units(scaled, total):
 
 
 @triton.jit
-def _sum(x):
-    return tl.sum(tl.sum(x, axis=1), axis=0)
-
-
-@triton.jit
-def _min(x):
-    return tl.min(tl.min(x, axis=1), axis=0)
-
-
-@triton.jit
-def _max(x):
-    return tl.max(tl.max(x, axis=1), axis=0)
-
-
-@triton.jit
 def _last_kept(
     row_ptr,
     groups_ptr,
@@ -694,7 +685,7 @@ def _last_kept(
             key, _scaled, token = _read_groups(
                 row_ptr, groups_ptr, start, count, largest, temperature, vocab_size, GROUP, GROUPS
             )
-            found += _sum(((key == border) & (token <= middle)).to(tl.int32))
+            found += tl.sum(((key == border) & (token <= middle)).to(tl.int32))
         enough = (found >= room) & (middle > low)
         high = tl.where(enough, middle, high)
         low = tl.where(enough, low, tl.maximum(middle, low))
@@ -814,9 +805,9 @@ def _border_kernel(
                 key, _scaled, _token = _read_groups(
                     row_ptr, groups_ptr, start, count, largest, temperature, vocab_size, GROUP, GROUPS
                 )
-                found += _sum((key >= middle).to(tl.int32))
-                up = tl.minimum(up, _min(tl.where(key >= middle, key, _HIGHEST)))
-                down = tl.maximum(down, _max(tl.where(key >= middle, _LOWEST, key)))
+                found += tl.sum((key >= middle).to(tl.int32))
+                up = tl.minimum(up, tl.min(tl.where(key >= middle, key, _HIGHEST)))
+                down = tl.maximum(down, tl.max(tl.where(key >= middle, _LOWEST, key)))
             border = tl.where(found >= top_k, up, border)
             high = tl.where(found >= top_k, high, tl.maximum(down, border) + 1)
         above = tl.full((), 0, tl.int32)
@@ -825,8 +816,8 @@ def _border_kernel(
             key, _scaled, _token = _read_groups(
                 row_ptr, groups_ptr, start, count, largest, temperature, vocab_size, GROUP, GROUPS
             )
-            above += _sum((key > border).to(tl.int32))
-            ties += _sum((key == border).to(tl.int32))
+            above += tl.sum((key > border).to(tl.int32))
+            ties += tl.sum((key == border).to(tl.int32))
         room = top_k - above
         if room < ties:
             last = _last_kept(
@@ -842,7 +833,7 @@ def _border_kernel(
                     row_ptr, groups_ptr, start, count, largest, temperature, vocab_size, GROUP, GROUPS
                 )
                 inside = (key > border) | ((key == border) & (token <= last))
-                units += _sum(tl.where(inside, _exp_units(scaled), 0))
+                units += tl.sum(tl.where(inside, _exp_units(scaled), 0))
             total = units.to(tl.float32) * (1.0 / 1099511627776.0)
         low = tl.full((), -2139095042, tl.int32)
         high = tl.full((), 0, tl.int32)  # nothing lies above the largest
@@ -857,9 +848,9 @@ def _border_kernel(
                 )
                 inside = (key > border) | ((key == border) & (token <= last))
                 heavier = inside & (key > middle)
-                weight += _sum(tl.where(heavier, _mass_units(scaled, total), 0))
-                up = tl.minimum(up, _min(tl.where(heavier, key, _HIGHEST)))
-                down = tl.maximum(down, _max(tl.where(inside & (key <= middle), key, _LOWEST)))
+                weight += tl.sum(tl.where(heavier, _mass_units(scaled, total), 0))
+                up = tl.minimum(up, tl.min(tl.where(heavier, key, _HIGHEST)))
+                down = tl.maximum(down, tl.max(tl.where(inside & (key <= middle), key, _LOWEST)))
             high = tl.where(weight < nucleus, tl.maximum(down, low + 1), high)
             low = tl.where(weight < nucleus, low, up - 1)
         if high >= border:
@@ -872,9 +863,9 @@ def _border_kernel(
                 )
                 inside = (key > border) | ((key == border) & (token <= last))
                 mass = _mass_units(scaled, total)
-                weight += _sum(tl.where(inside & (key > high), mass, 0))
-                ties += _sum((inside & (key == high)).to(tl.int32))
-                each = tl.maximum(each, _max(tl.where(inside & (key == high), mass, 0)))
+                weight += tl.sum(tl.where(inside & (key > high), mass, 0))
+                ties += tl.sum((inside & (key == high)).to(tl.int32))
+                each = tl.maximum(each, tl.max(tl.where(inside & (key == high), mass, 0)))
             if high > border:
                 last = tl.full((), 0, tl.int32) + vocab_size
             border = high
