@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from surefoot.kernels.fused import acceptance, sampling
-from surefoot.kernels.fused.acceptance import RECORD, Rejection
-from surefoot.kernels.fused.sampling import Requests, Workspace
 from surefoot.sampling import SamplingParams
+from surefoot.verify.fused.acceptance import RECORD, Rejection
+from surefoot.verify.fused.sampling import Requests, Workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's on overflow, in the interpreter
 GREEDY = SamplingParams()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
+from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
 
 _BLOCK = 1024  # positions compared by one program
 AFTER_ONE = 3  # tokens copied after a match of a single token, as the host's drafter does
@@ -142,7 +142,6 @@ def _match_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block, sequence = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + sequence)
@@ -185,7 +184,6 @@ def _copy_kernel(
     LONGEST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     sequence = tl.program_id(0)
     slot = tl.load(slots_ptr + sequence)

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
-from surefoot.kernels.fused.sampling import (
+from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
+from surefoot.types import Draft
+from surefoot.verify.acceptance import accept_exact, verify
+from surefoot.verify.fused.sampling import (
     Requests,
     Workspace,
     block_of,
@@ -28,8 +30,6 @@ from surefoot.kernels.fused.sampling import (
     uniform_of,
     weights_of,
 )
-from surefoot.types import Draft
-from surefoot.verify.acceptance import accept_exact, verify
 from surefoot.verify.philox import Purpose
 
 RECORD = 4  # entries of a record behind the draft: accepted, the token that follows, flags, index of the first token
@@ -405,7 +405,6 @@ def _judge_kernel(
     SAMPLED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     sequence = tl.program_id(0)
     slot = tl.load(slots_ptr + sequence)
@@ -496,7 +495,6 @@ def _residual_kernel(
     SAMPLED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block, sequence = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + sequence)
@@ -575,7 +573,6 @@ def _commit_kernel(
     SAMPLED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     sequence = tl.program_id(0)
     slot = tl.load(slots_ptr + sequence)

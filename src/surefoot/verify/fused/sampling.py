@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from surefoot.kernels.fused.launch import INTERPRET, launch_options, let_next_start, wait_for_inputs
+from surefoot.kernels.fused.launch import INTERPRET, launch_options, wait_for_inputs
 from surefoot.sampling import SamplingParams
 from surefoot.verify.acceptance import choose as choose_on_host
 from surefoot.verify.acceptance import draft_token
@@ -493,7 +493,6 @@ def _largest_kernel(
     ONLY_REJECTION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row // window)
@@ -539,7 +538,6 @@ def _best_kernel(
     INTERPRETED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row // window)
@@ -595,7 +593,6 @@ def _conclude_kernel(
     DRAW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row // window)
@@ -716,7 +713,6 @@ def _border_kernel(
     ONLY_REJECTION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    let_next_start(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row // window)
