@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surefoot.kernels.fused import acceptance, sampling
 from surefoot.sampling import SamplingParams
+from surefoot.verify.fused import acceptance, sampling
 from surefoot.verify.fused.acceptance import RECORD, Rejection
 from surefoot.verify.fused.sampling import Requests, Workspace
 

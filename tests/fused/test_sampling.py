@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from surefoot.kernels.fused import sampling
 from surefoot.sampling import SamplingParams
 from surefoot.verify.distribution import process_unchecked
+from surefoot.verify.fused import sampling
 from surefoot.verify.fused.sampling import Requests, Workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's on overflow, in the interpreter
