@@ -98,11 +98,3 @@ def test_narrow_weights_are_scaled_by_row(device: torch.device) -> None:
     linear_reference(x, weight, expected, row_scale=scale)
     linear(x, weight, out, row_scale=scale, tiling=Tiling(16, 32))
     assert (out - expected).norm() / expected.norm() < 1e-2
-
-
-def test_rows_may_lie_apart(device: torch.device) -> None:
-    weight, x = random(24, 64, device=device), random(3, 5, 64, device=device, seed=1)
-    out, expected = (torch.full((6, 24), torch.nan, device=device) for _ in range(2))
-    linear(x[:, :2], weight, out)
-    linear(x[:, :2].flatten(0, 1), weight, expected)
-    assert torch.equal(out, expected)

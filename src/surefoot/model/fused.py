@@ -16,7 +16,7 @@ from surefoot.cache.kv import KVCache
 from surefoot.config import ModelConfig
 from surefoot.kernels.fused.attention import attend, workspaces
 from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
-from surefoot.kernels.fused.linear import Feed, Workspace, choose_tiling, linear
+from surefoot.kernels.fused.linear import MAX_PARTS, SPLIT_FEATURES, Feed, Workspace, choose_tiling, linear
 from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
 from surefoot.kernels.linear import BlockLinear, Linear
 from surefoot.model.attention import Attention
@@ -24,8 +24,6 @@ from surefoot.model.decoder import Block, Decoder, build_kv
 from surefoot.model.deltanet import DeltaNet
 from surefoot.model.ffn import SwiGLU
 from surefoot.model.mtp import MTPHead
-
-MAX_PARTS = 4  # parts of an input axis; see `kernels.fused.linear.Tiling`
 
 
 class Scratch:
@@ -51,8 +49,7 @@ class Scratch:
                 ("logits", c.vocab_size, torch.float32),
             )
         }
-        widest = max(attention, delta, 2 * (c.ffn_width or 0), c.hidden_size)
-        self.sums = Workspace.allocate(rows, max(widest, c.vocab_size), 1, device)
+        self.sums = Workspace.allocate(rows, SPLIT_FEATURES, MAX_PARTS, device)
         self.splits = workspaces(rows, c.num_heads, c.head_dim, decoder.max_len, device)
 
     def feed(self, rows: int, columns: int, parts: int) -> Feed:
