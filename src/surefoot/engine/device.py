@@ -1,0 +1,284 @@
+"""The speculative step as one CUDA graph, and the running of requests around it.
+
+A step is what it is on the host (engine.loop): draft, verify, commit. Here nothing waits for the host: the tokens, the
+lengths and the requests' parameters live on the device, the drafter reads what the last step committed, and the host
+learns by a record what happened, one step late, while the next step runs. A request that ends is noticed then; the step
+that ran for it in vain changes nothing that anyone reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from surefoot.engine.loop import StepRecord
+from surefoot.engine.runner import Progress
+from surefoot.engine.stats import Clock
+from surefoot.errors import NumericalError
+from surefoot.kernels.fused import ngram
+from surefoot.kernels.fused.rows import Text
+from surefoot.model.fused import FusedModel
+from surefoot.sequence import Sequence
+from surefoot.types import Draft, Verdict
+from surefoot.verify.fused.acceptance import RECORD, Rejection, accept
+from surefoot.verify.fused.sampling import Requests, Workspace, choose, draw_draft
+
+DeviceDrafterName = Literal["none", "ngram", "mtp", "mtp+ngram"]
+DEVICE_DRAFTERS = get_args(DeviceDrafterName)
+GOOD_MATCH = 4  # matched tokens from which a copied draft is taken before the head's, as drafters.combined does
+AHEAD = 2  # steps in flight
+PREFILL_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class DeviceDrafter:
+    """The name of a drafter that is part of the step."""
+
+    name: DeviceDrafterName
+
+
+class DeviceStep:
+    """One step for the first `batch` slots: up to `depth` draft tokens each, verification, acceptance, commit.
+
+    `sampled` steps can judge by the p/q rule; the others serve greedy and coupled requests only, and cost less.
+    """
+
+    def __init__(self, model: FusedModel, requests: Requests, slots: Tensor, drafter: DeviceDrafterName,
+                 depth: int, sampled: bool) -> None:  # fmt: skip
+        self._model, self._requests, self._drafter, self._depth = model, requests, drafter, depth
+        device, progress, batch = slots.device, model.progress, len(slots)
+        vocab_size = model.decoder.config.vocab_size
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._text = Text(slots, progress.length, progress.tokens, numbers(batch, depth))
+        self._starts = numbers(depth + 1, model.slots)
+        self._offsets = torch.arange(-1, depth, dtype=torch.int32, device=device)[:, None]
+        window = depth + 1
+        self._choices, self._bad = numbers(batch * window), numbers(batch * window)
+        self._unread = numbers(batch)
+        self._accepted, self._following = numbers(batch), numbers(batch)
+        self.record = numbers(batch, depth + RECORD)
+        self._workspace = Workspace.empty(batch * window, vocab_size, device)
+        self._lookup = ngram.workspace(batch, progress.tokens.shape[1], device)
+        self._copied, self._count, self._match = numbers(batch, depth), numbers(batch), numbers(batch)
+        self._certain = torch.full_like(self._count, int(drafter == "ngram" or depth == 0))
+        self._rejection, self._draft_logits = None, None
+        if sampled:
+            logits = model.scratch.take("logits", batch * window, vocab_size)
+            drawn = workspace = None
+            if "mtp" in drafter and depth:
+                self._draft_logits = drawn = torch.zeros(batch, depth, vocab_size, device=device)
+                drawn, workspace = drawn.view(-1, vocab_size), Workspace.empty(batch * depth, vocab_size, device)
+            self._rejection = Rejection.of(logits, self._workspace, self._certain, drawn, workspace)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Draft, verify, commit."""
+        text, progress, window = self._text, self._model.progress, self._depth + 1
+        if self._depth:
+            self._draft()
+        logits = self._model.score(text, window)
+        choose(logits, self._requests, text.slots, text.length, self._workspace, self._choices, self._bad,
+               window=window)  # fmt: skip
+        accept(text.drafts, self._choices, self._bad, self._requests, text.slots, text.length, text.tokens,
+               progress.replay, self._accepted, self._following, self.record, self._rejection)  # fmt: skip
+        progress.fresh.copy_(progress.replay)
+
+    def capture(self) -> None:
+        """Record the step. No slot may be in use."""
+        self.run()  # compiles
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.run()
+
+    def launch(self) -> None:
+        """Replay the step, or run it where there is nothing to record."""
+        if self._graph is None:
+            self.run()
+        else:
+            self._graph.replay()
+
+    def _draft(self) -> None:
+        text = self._text
+        copies, heads = "ngram" in self._drafter, "mtp" in self._drafter
+        if heads:
+            self._chain()
+        if copies:
+            into = self._copied if heads else text.drafts
+            ngram.propose(text.tokens, text.length, text.slots, into, self._count, self._match, self._lookup,
+                          depth=self._depth)  # fmt: skip
+        if copies and heads:
+            torch.ge(self._match, GOOD_MATCH, out=self._certain)
+            torch.where(self._certain.bool()[:, None], self._copied, text.drafts, out=text.drafts)
+
+    def _chain(self) -> None:
+        """The head, chained: the first row of the draft comes from the target's hidden states."""
+        model, text = self._model, self._text
+        torch.add(text.length, self._offsets, out=self._starts)
+        torch.sub(text.length, model.progress.fresh, out=self._starts[0])
+        for j in range(self._depth):
+            start = self._starts[j]
+            logits = model.draft_next(text, start) if j else model.draft_first(text, start, model.window)
+            if self._draft_logits is not None:
+                self._draft_logits[:, j].copy_(logits)
+            draw_draft(logits, self._requests, text.slots, text.length, self._workspace, text.drafts[:, j],
+                       self._unread, window=1, offset=j)  # fmt: skip
+
+
+class DeviceTarget:
+    """The fused model as `Engine` sees a target, and the runner of its requests."""
+
+    def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int) -> None:
+        self.model, self.decoder = model, model.decoder
+        self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
+        self._drafter, self._depth = drafter, 0 if drafter == "none" else draft_length
+        device = model.decoder.device
+        self._requests = Requests.empty(model.slots, device)
+        self._slots = torch.full((model.slots,), -1, dtype=torch.int32, device=device)
+        self._steps: dict[tuple[int, bool], DeviceStep] = {}
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile and record the steps of every batch size, for requests that are not sampled by the p/q rule."""
+        sizes = list(_sizes(self.slots))
+        for done, size in enumerate(sizes):
+            if progress is not None:
+                progress(done, len(sizes))
+            self._step(size, sampled=False)
+        if progress is not None:
+            progress(len(sizes), len(sizes))
+
+    def run(
+        self, sequences: Iterable[Sequence], clock: Clock | None = None, progress: Progress | None = None
+    ) -> Generator[StepRecord, None, None]:
+        """Decode all sequences and yield every step of every sequence: `engine.runner.run` for this target."""
+        clock = clock or Clock()
+        waiting = deque(sequences)
+        running: dict[int, Sequence] = {}
+        flights: deque[_Flight] = deque()
+        try:
+            while waiting or running or flights:
+                while waiting and len(running) < self.slots and not flights:
+                    sequence = waiting.popleft()
+                    sequence.slot = min(set(range(self.slots)) - running.keys())
+                    with clock.phase("prefill_s"):
+                        self._start(sequence, progress)
+                    running[sequence.slot] = sequence
+                records: list[StepRecord] = []
+                with clock.phase("decode_s"):
+                    if running and not (waiting and len(running) < self.slots):
+                        flights.append(self._launch(running))
+                    if flights and (len(flights) >= AHEAD or not running or waiting):
+                        records = flights.popleft().land()
+                    for record in records:
+                        if record.sequence.finish_reason is not None:
+                            self._release(record.sequence.slot)
+                            del running[record.sequence.slot]
+                yield from records
+        finally:
+            for slot in running:
+                self._release(slot)
+
+    def score(self, tokens: Seq[int]) -> Tensor:
+        """The logits after each of the tokens, [T, V] float32; uses slot 0."""
+        hidden = torch.cat([part for _, part in self._read(0, tokens)])
+        return torch.cat([self.decoder.bulk_logits(part) for part in hidden.split(512)])
+
+    def _start(self, sequence: Sequence, progress: Progress | None) -> None:
+        """Read the prompt, all but its last token, fill the head's lane, and hand the slot to the step."""
+        slot, prompt, hidden = sequence.slot, sequence.tokens, None
+        model = self.model
+        for position, part in self._read(slot, prompt[:-1]):
+            if progress is not None:
+                progress(position + len(part), len(prompt))
+            if model.head is not None:
+                following = prompt[position + 1 : position + 1 + len(part)]
+                model.head.prefill(part, following, model.lane, slot, position)
+            hidden = part[-1]
+        model.prefill_cache.finish(slot)
+        model.progress.start(slot, prompt, sequence.limit, hidden)
+        self._requests.set(slot, sequence.params, sequence.limit)
+        self._slots[slot] = slot
+
+    def _read(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
+        cache = self.model.prefill_cache
+        cache.reset(slot)
+        for position in range(0, len(tokens), PREFILL_CHUNK):
+            yield position, self.decoder.prefill(tokens[position : position + PREFILL_CHUNK], cache, slot)
+
+    def _release(self, slot: int) -> None:
+        self._slots[slot] = -1
+
+    def _launch(self, running: dict[int, Sequence]) -> _Flight:
+        size = next(size for size in _sizes(self.slots) if size > max(running))
+        sampled = any(s.params.acceptance == "rejection" and not s.params.greedy for s in running.values())
+        step = self._step(size, sampled)
+        step.launch()
+        return _Flight(dict(running), step.record, self._drafter)
+
+    def _step(self, size: int, sampled: bool) -> DeviceStep:
+        """The step for the first `size` slots, recorded on first use."""
+        if (size, sampled) not in self._steps:
+            # While it is recorded, no slot is in use.
+            used = self._slots.clone()
+            self._slots.fill_(-1)
+            step = DeviceStep(self.model, self._requests, self._slots[:size], self._drafter, self._depth, sampled)
+            if self._slots.is_cuda:
+                step.capture()
+            self._slots.copy_(used)
+            self._steps[size, sampled] = step
+        return self._steps[size, sampled]
+
+
+class _Flight:
+    """A step that was launched: what it will report, and about whom."""
+
+    def __init__(self, running: dict[int, Sequence], record: Tensor, source: str) -> None:
+        self._running, self._source = running, source
+        self._landed: torch.cuda.Event | None = None
+        if record.is_cuda:
+            self._record = torch.empty(record.shape, dtype=record.dtype, pin_memory=True)
+            self._record.copy_(record, non_blocking=True)
+            self._landed = torch.cuda.Event()
+            self._landed.record()
+        else:
+            self._record = record.clone()
+
+    def land(self) -> list[StepRecord]:
+        """Wait for the step and say what it did to the sequences that were still running.
+
+        Raises NumericalError naming the position of logits that cannot be used."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        rows, records = self._record.tolist(), []
+        for slot, sequence in self._running.items():
+            if sequence.finish_reason is not None:
+                continue
+            *drafts, accepted, token, flags, position = rows[slot]
+            if flags & ((2 << accepted) - 1):
+                row = (flags & -flags).bit_length() - 1
+                raise NumericalError(
+                    f"logits at position {position + row}: expected finite numbers or -inf, found none"
+                )
+            length = drafts.index(-1) if -1 in drafts else len(drafts)
+            emitted = sequence.extend((*drafts[:accepted], token))
+            draft = Draft(tuple(drafts[:length]), source=self._source)
+            records.append(StepRecord(sequence, position, draft, Verdict(accepted, token), emitted))
+        return records
+
+
+def _sizes(slots: int) -> Iterator[int]:
+    """Batch sizes that have a step of their own: powers of two, and all slots."""
+    size = 1
+    while size < slots:
+        yield size
+        size *= 2
+    yield slots

@@ -1,0 +1,84 @@
+"""The device's step against the host's: the same tokens, whatever drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from surefoot.drafters.none import NoDrafter
+from surefoot.engine.device import DeviceDrafterName, DeviceTarget
+from surefoot.engine.runner import run
+from surefoot.engine.target import DecoderTarget
+from surefoot.kernels.linear import LinearFactory
+from surefoot.loading.tiny import tiny_config
+from surefoot.model import Decoder, MTPHead
+from surefoot.model.fused import FusedModel
+from surefoot.model.tensors import random_tensors
+from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
+
+CONFIG = replace(tiny_config(linear_value_dim=16), vocab_size=61)
+PROMPTS = [[5, 9, 5, 9, 5, 9, 5], [3], [7, 1, 2, 7, 1, 2, 7, 1]]
+MAX_LEN = 64
+
+
+def build(device: torch.device) -> tuple[Decoder, MTPHead]:
+    tensors = random_tensors(CONFIG, 3, device)
+    decoder = Decoder(CONFIG, tensors, MAX_LEN, LinearFactory(pack=False))
+    return decoder, MTPHead(decoder, tensors)
+
+
+def sequences(params: SamplingParams, count: int, stop: frozenset[int] = frozenset()) -> list[Sequence]:
+    return [Sequence(0, list(p), params, min(len(p) + params.max_new_tokens, MAX_LEN), stop) for p in PROMPTS[:count]]
+
+
+def outputs(target: DeviceTarget, batch: list[Sequence]) -> list[list[int]]:
+    for record in target.run(batch):
+        assert 0 <= record.accepted <= len(record.draft.tokens)
+        assert list(record.tokens) == record.sequence.tokens[record.position : record.position + record.emitted]
+    return [sequence.output for sequence in batch]
+
+
+CASES: list[tuple[DeviceDrafterName, int]] = [("none", 0), ("ngram", 3), ("mtp", 1), ("mtp", 3), ("mtp+ngram", 2)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("drafter,depth", CASES)
+def test_the_tokens_are_those_of_the_host(
+    device: torch.device, drafter: DeviceDrafterName, depth: int, temperature: float
+) -> None:
+    params = SamplingParams(max_new_tokens=9, temperature=temperature, seed=11)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        expected = sequences(params, 2)
+        list(run(expected, NoDrafter(), DecoderTarget(decoder, 2), 0))
+        target = DeviceTarget(FusedModel(decoder, head, 2, depth + 1), drafter, depth)
+        assert outputs(target, sequences(params, 2)) == [s.output for s in expected]
+
+
+def test_more_requests_than_slots_and_a_stop_inside_a_draft(device: torch.device) -> None:
+    params = SamplingParams(max_new_tokens=8)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        expected = sequences(params, 3)
+        list(run(expected, NoDrafter(), DecoderTarget(decoder, 3), 0))
+        stop = frozenset({expected[0].output[3]})
+        stopped = sequences(params, 3, stop)
+        list(run(stopped, NoDrafter(), DecoderTarget(decoder, 3), 0))
+        target = DeviceTarget(FusedModel(decoder, head, 1, 3), "mtp", 2)
+        batch = sequences(params, 3, stop)
+        assert outputs(target, batch) == [s.output for s in stopped]
+        assert [s.finish_reason for s in batch] == [s.finish_reason for s in stopped]
+        assert batch[0].finish_reason == "stop"
+
+
+def test_rejection_gives_tokens_in_bounds_and_is_repeatable(device: torch.device) -> None:
+    params = SamplingParams(max_new_tokens=8, temperature=0.8, top_k=20, top_p=0.9, seed=5, acceptance="rejection")
+    with torch.inference_mode():
+        decoder, head = build(device)
+        target = DeviceTarget(FusedModel(decoder, head, 2, 4), "mtp", 3)
+        first = outputs(target, sequences(params, 2))
+        assert first == outputs(target, sequences(params, 2))
+        assert all(len(tokens) == 8 and max(tokens) < CONFIG.vocab_size for tokens in first)
