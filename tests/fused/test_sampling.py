@@ -116,6 +116,20 @@ def test_same_filter_as_the_host(kind: str, device: torch.device) -> None:
         assert torch.equal(kept(logits, requests, workspace, 0, 0), wanted[0]), (scale, digits)
 
 
+@pytest.mark.parametrize("kind", ["large top_k", "top_p", "all"])
+def test_a_search_in_many_tiles_finds_the_same_border(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = logits_of(1, 1001, device, 1)
+    requests = requests_of([KINDS[kind]], device)
+    position = torch.zeros(1, dtype=torch.int32, device=device)
+    _, _, whole = run(logits, requests, [0], position, 1)
+    for name, size in (("_BLOCK", 256), ("_GROUPS", 4), ("_PEAKS", 8)):
+        monkeypatch.setattr(sampling, name, size)
+    _, _, tiled = run(logits, requests, [0], position, 1)
+    assert torch.equal(tiled.border, whole.border)
+
+
 def test_excluded_tokens_and_ties(device: torch.device) -> None:
     logits = torch.full((4, 500), -math.inf, device=device)
     logits[0, [3, 77]] = 1.0
@@ -124,7 +138,7 @@ def test_excluded_tokens_and_ties(device: torch.device) -> None:
     logits[2, 200:] = 0.0
     logits[3] = 2.0
     position = torch.zeros(1, dtype=torch.int32, device=device)
-    for kind in FEW:
+    for kind in FEW:  # on the host, temperature 1e300 turns -inf into NaN
         requests = requests_of([kind], device)
         tokens, bad, _ = run(logits, requests, [0], position, 4)
         assert (tokens, bad) == expected(logits, requests, [0], position, 4)
