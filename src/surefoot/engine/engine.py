@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from surefoot.drafters.draft_model import DraftModelDrafter
-from surefoot.engine.drafting import NEED_HEAD, build_drafter, check_draft_length, check_drafter, has_all
+from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length, check_drafter, has_all
 from surefoot.engine.generation import Generation
+from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Progress, run
 from surefoot.engine.stats import Clock, Stats
 from surefoot.engine.target import DecoderTarget
 from surefoot.errors import InputError, shown
-from surefoot.loading.checkpoint import Checkpoint, MtpPolicy, find_model, load_checkpoint
+from surefoot.loading.checkpoint import MtpPolicy
 from surefoot.loading.tokenizer import Tokenizer, require_tokenizer
-from surefoot.model import Decoder, MTPHead
 from surefoot.sampling import SamplingParams, check_stop_ids, check_token_ids, require_int
 from surefoot.sequence import Sequence
 from surefoot.types import Drafter, Target
@@ -96,28 +96,33 @@ class Engine:
                              f"drafter={drafter!r}, draft_model={shown(draft_model)}")  # fmt: skip
         policy: MtpPolicy = "require" if drafter in NEED_HEAD else "if-present" if drafter == "auto" else "skip"
 
-        def load(name: str | Path, mtp: MtpPolicy) -> tuple[Checkpoint, Decoder]:
-            checkpoint = load_checkpoint(
-                find_model(name), mtp=mtp, dtype=torch_dtype, device=torch_device, progress=progress
+        def load(name: str | Path, mtp: MtpPolicy) -> LoadedModel:
+            return LoadedModel.from_checkpoint(
+                name, device=torch_device, dtype=torch_dtype, max_len=max_len, mtp=mtp, progress=progress
             )
-            length = min(max_len, checkpoint.config.max_positions)
-            return checkpoint, Decoder(checkpoint.config, checkpoint.tensors, length)
 
         with torch.inference_mode():
-            checkpoint, decoder = load(model, policy)
-            notes = list(checkpoint.notes)
-            layers = checkpoint.config.mtp_layers
-            head = MTPHead(decoder, checkpoint.tensors) if layers == 1 or (layers and drafter != "auto") else None
-            target = DecoderTarget(decoder, slots)
+            loaded = load(model, policy)
             if draft_model is not None:
-                small = DecoderTarget(load(draft_model, "skip")[1], slots)
-                drafter = DraftModelDrafter(small, target.vocab_size)
-            elif isinstance(drafter, str):
-                if drafter == "auto" and head is None:
-                    notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
-                drafter = build_drafter(drafter, head, slots)
-        return cls(target, drafter, draft_length, tokenizer=checkpoint.tokenizer,
-                   eos_token_ids=checkpoint.eos_token_ids, notes=notes)  # fmt: skip
+                target = loaded.target(slots)
+                drafter = DraftModelDrafter(load(draft_model, "skip").target(slots), target.vocab_size)
+            return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots)
+
+    @classmethod
+    def over(
+        cls, model: LoadedModel, *, drafter: str | Drafter = "mtp", draft_length: int = 3, slots: int = 1
+    ) -> Engine:
+        """An engine over a model that is loaded, whose weights and caches it shares with other engines over it: they
+        take turns, none may start while another's stream is open. Raises as `from_pretrained` does."""
+        own = [name for name in NAMES if name != "draft-model"]  # which comes as a Drafter
+        check_draft_length(check_drafter(drafter, own), draft_length, model.decoder.device)
+        notes = list(model.notes)
+        target = model.target(slots)
+        if drafter == "auto" and model.head is None:
+            notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
+        chosen = model.drafter(drafter, slots) if isinstance(drafter, str) else drafter
+        return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
+                   eos_token_ids=model.eos_token_ids, notes=notes)  # fmt: skip
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str; it is one prompt

@@ -1,0 +1,142 @@
+"""Tokens per second of every way to decode, taking turns over the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from surefoot.bench.library import Library
+from surefoot.bench.lossless import Outputs, check_outputs
+from surefoot.bench.settings import PLAIN, Method
+from surefoot.bench.turns import Spread, median_ratio
+from surefoot.engine.engine import Engine
+from surefoot.engine.stats import Seconds, Stats
+from surefoot.errors import InputError
+from surefoot.sampling import SamplingParams
+
+LIBRARY = "transformers"
+Prompts = Seq[Seq[list[int]]]  # batches of prompts
+
+
+@dataclass(frozen=True)
+class Sample:
+    """All prompts decoded once: their tokens, the seconds by phase, and how many tokens took `seconds.decode_s`."""
+
+    outputs: Outputs
+    counted: int
+    seconds: Seconds
+    stats: list[Stats] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to decode. Spreads are over the rounds, `to_plain` and `to_library` medians of ratios taken within each;
+    `seconds` is the median round's, over all prompts. `kept_by_position`: the share of drafts that reach a position
+    whose token there was kept. `synthetic`: drafts were kept by decree, with the given acceptance."""
+
+    name: str
+    drafter: str
+    depth: int
+    tokens_per_second: Spread
+    to_plain: float
+    to_library: float | None
+    tokens_per_step: float
+    kept_by_position: list[float]
+    seconds: dict[str, float]
+    synthetic: bool = False
+
+
+def decode(engine: Engine, prompts: Prompts, params: SamplingParams) -> Sample:
+    """Every batch of prompts, one after the other."""
+    outputs: Outputs = []
+    stats: list[Stats] = []
+    total = Seconds()
+    for batch in prompts:
+        answers = engine.generate(list(batch), params)
+        outputs += [answer.token_ids for answer in answers]
+        stats += [answer.stats for answer in answers]
+        for name in vars(total):  # the one that ends last has seen the whole of the batch
+            longest = max(getattr(answer.stats, name) for answer in answers)
+            setattr(total, name, getattr(total, name) + longest)
+    return Sample(outputs, sum(map(len, outputs)), total, stats)
+
+
+def decode_library(library: Library, prompts: Prompts, tokens: int) -> Sample:
+    """The same by `transformers`; the time of a generate less that of a generate of one token."""
+    outputs: Outputs = []
+    prefill = whole = 0.0
+    for batch in prompts:
+        prefill += library.generate(batch, 1)[1]
+        answers, seconds = library.generate(batch, tokens)
+        outputs += answers
+        whole += seconds
+    counted = sum(len(output) - 1 for output in outputs)
+    return Sample(outputs, counted, Seconds(prefill_s=prefill, decode_s=whole - prefill))
+
+
+def synthetic_hook(engine: Engine) -> Callable[[Seq[float]], AbstractContextManager[None]]:
+    """What makes an engine keep drafts by decree: `engine.synthetic(shares)` is a context in which draft token i is
+    kept with probability shares[i] if the one before it was, and the text goes on as without drafts. Raises InputError
+    for an engine that has none."""
+    hook: Callable[[Seq[float]], AbstractContextManager[None]] | None = getattr(engine, "synthetic", None)
+    if hook is None:
+        raise InputError("synthetic_acceptance: expected an engine that can keep drafts by decree, found the engine of "
+                         f"target {type(engine.target).__name__}, which cannot")  # fmt: skip
+    return hook
+
+
+def measure_synthetic(engine: Engine, shares: Seq[float], prompts: Prompts, params: SamplingParams) -> Sample:
+    """`decode` with drafts kept by decree. The output is that of plain decoding. Raises InputError."""
+    with synthetic_hook(engine)(shares):
+        return decode(engine, prompts, params)
+
+
+def measure(actions: Mapping[str, Callable[[], Sample]], rounds: int, free: Seq[str], turn: Callable[[], None]) -> Any:
+    """`rounds` samples of each action, in turns, by name. `turn()` is called after each. Raises NotLossless if an
+    output differs from plain's in any round; those of the names in `free` may."""
+    samples: dict[str, list[Sample]] = {name: [] for name in actions}
+    for _ in range(rounds):
+        for name, action in actions.items():
+            samples[name].append(action())
+            turn()
+        check_outputs({name: own[-1].outputs for name, own in samples.items() if name not in free})
+    return samples
+
+
+def rates(samples: Iterable[Sample]) -> list[float]:
+    """Tokens per second of each round."""
+    return [sample.counted / sample.seconds.decode_s for sample in samples]
+
+
+def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]], synthetic: bool = False) -> Row:
+    """What the samples say of one of them; `method` None is `transformers`."""
+    own = rates(samples[name])
+    stats = samples[name][0].stats  # the same in every round
+    emitted, passes = sum(s.tokens for s in stats), sum(s.steps for s in stats)
+    order = sorted(range(len(own)), key=lambda i: own[i])
+    middle = samples[name][order[len(own) // 2]]
+    return Row(
+        name,
+        "" if method is None else method.drafter,
+        0 if method is None else method.depth,
+        Spread.of(own),
+        median_ratio(own, rates(samples[PLAIN])),
+        median_ratio(own, rates(samples[LIBRARY])) if LIBRARY in samples else None,
+        emitted / passes if passes else 1.0,
+        kept_shares(stats),
+        dict(vars(middle.seconds)),
+        synthetic,
+    )
+
+
+def kept_shares(stats: Iterable[Stats]) -> list[float]:
+    """By position: the share of drafts that reach it whose token there was kept. Drafts are shorter at an output's end
+    alone, so for a drafter of fixed length this is p1, p1 p2, ... of the steps."""
+    stats = list(stats)
+    kept = [sum(column) for column in zip_longest(*(s.accepted_by_position for s in stats), fillvalue=0)]
+    tried = [sum(column) for column in zip_longest(*(s.proposed_by_position for s in stats), fillvalue=0)]
+    return [a / b if b else 0.0 for a, b in zip(kept, tried, strict=True)]

@@ -1,0 +1,43 @@
+"""Texts to continue: held-out ones where there is a tokenizer, random tokens elsewhere."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import torch
+
+from surefoot.loading.tokenizer import Tokenizer
+
+
+def held_out() -> list[dict[str, str]]:
+    """The built-in texts: `kind` (code, docs, english) and `text`; none was trained on by the bundled checkpoint."""
+    lines = resources.files("surefoot.bench").joinpath("heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of exactly `length` tokens that differ in how they end. Each ends in another built-in text, with
+    the texts before it in front; when all have been used they are cut a few tokens short and used again."""
+    texts = [tokenizer.encode(line["text"]) for line in held_out()]
+    prompts = []
+    for number in range(count):
+        last, cut = number % len(texts), number // len(texts)
+        tokens = texts[last][: len(texts[last]) - 8 * cut] or texts[last]
+        before = last - 1
+        while len(tokens) < length:
+            tokens = texts[before % len(texts)] + tokens
+            before -= 1
+        prompts.append(tokens[-length:])
+    return prompts
+
+
+def random_prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """`count` prompts of `length` random tokens, the same at every call."""
+    return [random_tokens(vocab_size, length, seed) for seed in range(1, count + 1)]
+
+
+def random_tokens(vocab_size: int, count: int, seed: int = 1) -> list[int]:
+    """Random token ids, the same at every call."""
+    tokens: list[int] = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return tokens

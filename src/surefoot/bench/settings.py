@@ -1,0 +1,108 @@
+"""What a benchmark run was asked for, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from surefoot.engine.drafting import NEED_HEAD, check_draft_length
+from surefoot.engine.engine import parse_device, parse_dtype
+from surefoot.errors import InputError, shown
+from surefoot.loading.shapes import SHAPES
+from surefoot.sampling import require_int
+
+PLAIN = "plain"
+LABELS = {"none": PLAIN, "ngram": "n-gram", "mtp": "MTP", "mtp+ngram": "MTP + n-gram"}
+STEP_ROOM = 128  # positions behind the context that checking and timing single passes takes
+WEIGHTS = ("bf16",)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode: a drafter and its draft length (0 without one)."""
+
+    drafter: str
+    depth: int
+
+    @property
+    def name(self) -> str:
+        """As tables have it."""
+        return f"{LABELS[self.drafter]}, K = {self.depth}" if self.depth else LABELS[self.drafter]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of a run. One of `model` (a name, folder or hub id) and `shape` (random weights) is set. `prompts` is the
+    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens`; all of them are checked
+    and measured, in `rounds` rounds. Empty `drafters` are all that the model has parts for. Raises InputError."""
+
+    model: str | None = None
+    shape: str | None = None
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    weights: str = "bf16"
+    context: int = 1024
+    batch: int = 1
+    prompts: int = 3
+    drafters: tuple[str, ...] = ()
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    tokens: int = 256
+    rounds: int = 5
+    against: str | None = None
+    synthetic_acceptance: tuple[float, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise InputError(f"model: expected a model or a shape, found {shown(self.model)} and {shown(self.shape)}")
+        _one_of("shape", self.shape, SHAPES)
+        _one_of("against", self.against, ("transformers",))
+        parse_dtype(self.dtype)
+        device = parse_device(self.device)
+        if self.weights not in WEIGHTS:
+            raise InputError(f"weights: expected one of {', '.join(WEIGHTS)}, found {shown(self.weights)}")
+        for name in ("context", "batch", "prompts", "rounds"):
+            require_int(name, getattr(self, name), low=1)
+        require_int("tokens", self.tokens, low=2)  # against transformers one of them is taken off
+        require_int("seed", self.seed, low=0)
+        for drafter in self.drafters:
+            _one_of("drafters", drafter, LABELS)
+        for depth in self.depths:
+            check_draft_length("mtp", depth, device)
+        if any(not 0 <= share <= 1 for share in self.synthetic_acceptance):
+            raise InputError("synthetic_acceptance: expected shares from 0 to 1, found "
+                             f"{shown(self.synthetic_acceptance)}")  # fmt: skip
+
+    @property
+    def max_len(self) -> int:
+        """Positions that the run needs."""
+        return self.context + max(self.tokens, STEP_ROOM)
+
+    @property
+    def label(self) -> str:
+        """The model's name; of a folder only the last part, which says nothing of the machine."""
+        if self.shape is not None:
+            return self.shape
+        assert self.model is not None
+        return Path(self.model).name if Path(self.model).exists() else self.model
+
+    def methods(self, with_head: bool) -> list[Method]:
+        """What is measured, plain decoding first. Drafters that were asked for are there in any case."""
+        usable = [name for name in LABELS if with_head or name not in NEED_HEAD]
+        chosen = [name for name in self.drafters or usable if name != "none"]
+        return [Method("none", 0), *(Method(name, depth) for name in chosen for depth in self.depths)]
+
+    def resolved(self, methods: Seq[Method]) -> dict[str, Any]:
+        """Every option as it was in force, without a path of this machine."""
+        drafters = list(dict.fromkeys(method.drafter for method in methods))
+        return {**vars(self), "model": self.label if self.shape is None else None, "drafters": drafters,
+                "max_len": self.max_len, "temperature": 0.0, "ignore_eos": True}  # fmt: skip
+
+
+def _one_of(name: str, value: str | None, known: Any) -> None:
+    if value is not None and value not in known:
+        raise InputError(f"{name}: expected one of {', '.join(known)}, found {shown(value)}")
+
+

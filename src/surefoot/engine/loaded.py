@@ -1,0 +1,95 @@
+"""A model in memory, and what engines over it share: the weights, one set of caches, one drafter of each name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from surefoot.config import ModelConfig
+from surefoot.engine.drafting import build_drafter
+from surefoot.engine.target import DecoderTarget
+from surefoot.loading.checkpoint import MtpPolicy, Progress, find_model, load_checkpoint
+from surefoot.loading.tokenizer import Tokenizer
+from surefoot.model import Decoder, MTPHead
+from surefoot.types import Drafter
+
+
+class LoadedModel:
+    """Decoder and MTP head (None without one) with the checkpoint's tokenizer. Engines over one model take turns: they
+    use the same slots."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: MTPHead | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Seq[int] = (),
+        notes: Seq[str] = (),
+    ) -> None:
+        self.decoder = decoder
+        self.head = head
+        self.tokenizer = tokenizer
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.notes = tuple(notes)
+        self._targets: dict[int, DecoderTarget] = {}
+        self._drafters: dict[tuple[str, int], Drafter] = {}
+
+    @property
+    def config(self) -> ModelConfig:
+        """The decoder's."""
+        return self.decoder.config
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        model: str | Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_len: int,
+        mtp: MtpPolicy,
+        progress: Progress | None = None,
+    ) -> LoadedModel:
+        """A bundled model, a Hugging Face folder or a hub id. Raises CheckpointError; "if-present" passes over a head
+        that cannot be used."""
+        found = load_checkpoint(find_model(model), mtp=mtp, dtype=dtype, device=device, progress=progress)
+        usable = found.config.mtp_layers == 1 or mtp != "if-present"
+        return cls.from_tensors(found.config, found.tensors, max_len, with_head=usable, tokenizer=found.tokenizer,
+                                eos_token_ids=found.eos_token_ids, notes=found.notes)  # fmt: skip
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: ModelConfig,
+        tensors: dict[str, Tensor],
+        max_len: int,
+        *,
+        with_head: bool = True,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Seq[int] = (),
+        notes: Seq[str] = (),
+    ) -> LoadedModel:
+        """From tensors of the canonical names (`model.tensors`), which are emptied; their device and dtype are the
+        model's."""
+        with torch.inference_mode():
+            decoder = Decoder(config, tensors, min(max_len, config.max_positions))
+            head = MTPHead(decoder, tensors) if config.mtp_layers and with_head else None
+        return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes)
+
+    def target(self, slots: int) -> DecoderTarget:
+        """The target with so many slots; asked again, the same one."""
+        if slots not in self._targets:
+            with torch.inference_mode():
+                self._targets[slots] = DecoderTarget(self.decoder, slots)
+        return self._targets[slots]
+
+    def drafter(self, name: str, slots: int) -> Drafter:
+        """The drafter of this name for so many slots; asked again, the same one."""
+        if (name, slots) not in self._drafters:
+            with torch.inference_mode():
+                self._drafters[name, slots] = build_drafter(name, self.head, slots)
+        return self._drafters[name, slots]
