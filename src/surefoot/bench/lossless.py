@@ -45,7 +45,9 @@ def check_outputs(found: Mapping[str, Outputs]) -> None:
         for number, first in _differences(found[PLAIN], outputs)
     ]
     if differing:
-        raise NotLossless(f"not lossless, so nothing was measured: {'; '.join(differing)} differs from plain decoding's")
+        raise NotLossless(
+            f"not lossless, so nothing was measured: {'; '.join(differing)} differs from plain decoding's"
+        )
 
 
 def _differences(expected: Outputs, found: Outputs) -> Iterator[tuple[int, int]]:

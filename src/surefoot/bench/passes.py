@@ -44,7 +44,7 @@ class Passes(Protocol):
         """Logits [n, V] of a window of n tokens of slot 0; its first `keep` tokens stay."""
 
     def actions(self) -> dict[str, Action]:
-        """"verify N" is a pass over N tokens of every slot, "draft" a step of the head, with the LM head."""
+        """ "verify N" is a pass over N tokens of every slot, "draft" a step of the head, with the LM head."""
 
     def wait(self) -> None:
         """Return when the device has done what it was given."""

@@ -104,5 +104,3 @@ class Settings:
 def _one_of(name: str, value: str | None, known: Any) -> None:
     if value is not None and value not in known:
         raise InputError(f"{name}: expected one of {', '.join(known)}, found {shown(value)}")
-
-

@@ -38,9 +38,19 @@ PREFILL_CHUNK = 2048
 
 @dataclass(frozen=True)
 class DeviceDrafter:
-    """The name of a drafter that is part of the step."""
+    """The name of a drafter that is part of the step; it has nothing to do outside of it."""
 
     name: DeviceDrafterName
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+        """Empty drafts."""
+        return [Draft(source=self.name) for _ in sequences]
+
+    def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
+        """Nothing."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Nothing."""
 
 
 class DeviceStep:
@@ -127,7 +137,7 @@ class DeviceStep:
         torch.sub(text.length, model.progress.fresh, out=self._starts[0])
         for j in range(self._depth):
             start = self._starts[j]
-            logits = model.draft_next(text, start) if j else model.draft_first(text, start, model.window)
+            logits = model.draft_next(text, start) if j else model.draft_first(text, start, self._depth + 1)
             if self._draft_logits is not None:
                 self._draft_logits[:, j].copy_(logits)
             draw_draft(logits, self._requests, text.slots, text.length, self._workspace, text.drafts[:, j],
@@ -135,12 +145,13 @@ class DeviceStep:
 
 
 class DeviceTarget:
-    """The fused model as `Engine` sees a target, and the runner of its requests."""
+    """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs."""
 
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int) -> None:
         self.model, self.decoder = model, model.decoder
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
-        self._drafter, self._depth = drafter, 0 if drafter == "none" else draft_length
+        self.drafter = DeviceDrafter(drafter)
+        self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
         self._requests = Requests.empty(model.slots, device)
         self._slots = torch.full((model.slots,), -1, dtype=torch.int32, device=device)
@@ -222,7 +233,7 @@ class DeviceTarget:
         sampled = any(s.params.acceptance == "rejection" and not s.params.greedy for s in running.values())
         step = self._step(size, sampled)
         step.launch()
-        return _Flight(dict(running), step.record, self._drafter)
+        return _Flight(dict(running), step.record, self.drafter.name)
 
     def _step(self, size: int, sampled: bool) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
@@ -230,7 +241,7 @@ class DeviceTarget:
             # While it is recorded, no slot is in use.
             used = self._slots.clone()
             self._slots.fill_(-1)
-            step = DeviceStep(self.model, self._requests, self._slots[:size], self._drafter, self._depth, sampled)
+            step = DeviceStep(self.model, self._requests, self._slots[:size], self.drafter.name, self._depth, sampled)
             if self._slots.is_cuda:
                 step.capture()
             self._slots.copy_(used)

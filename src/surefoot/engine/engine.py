@@ -15,7 +15,7 @@ from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length, check
 from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.loop import StepRecord
-from surefoot.engine.runner import Progress, run
+from surefoot.engine.runner import Progress, RunsItself, run
 from surefoot.engine.stats import Clock, Stats
 from surefoot.engine.target import DecoderTarget
 from surefoot.errors import InputError, shown
@@ -40,7 +40,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: Target | RunsItself,
         drafter: Drafter,
         draft_length: int,
         *,
@@ -51,7 +51,7 @@ class Engine:
         if not has_all(target, TARGET_PARTS):
             raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
         check_drafter(drafter, ())
-        device = target.decoder.device if isinstance(target, DecoderTarget) else torch.device("cpu")
+        device = target.decoder.device if isinstance(target, (DecoderTarget, RunsItself)) else torch.device("cpu")
         check_draft_length(drafter.name, draft_length, device)
         self.target = target
         self.drafter = drafter
@@ -117,10 +117,14 @@ class Engine:
         own = [name for name in NAMES if name != "draft-model"]  # which comes as a Drafter
         check_draft_length(check_drafter(drafter, own), draft_length, model.decoder.device)
         notes = list(model.notes)
-        target = model.target(slots)
         if drafter == "auto" and model.head is None:
             notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
-        chosen = model.drafter(drafter, slots) if isinstance(drafter, str) else drafter
+        target: Target | RunsItself | None = None
+        if isinstance(drafter, str) and (target := model.device_target(drafter, draft_length, slots)) is not None:
+            chosen: Drafter = target.drafter
+        else:
+            target = model.target(slots)
+            chosen = model.drafter(drafter, slots) if isinstance(drafter, str) else drafter
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
                    eos_token_ids=model.eos_token_ids, notes=notes)  # fmt: skip
 
@@ -171,7 +175,7 @@ class Engine:
     def logits(self, token_ids: Seq[int]) -> Tensor:
         """The target's logits after each of the given tokens, [T, V] float32."""
         tokens = self._check_tokens(token_ids, room=0)
-        if not isinstance(self.target, DecoderTarget):
+        if not isinstance(self.target, (DecoderTarget, RunsItself)):
             raise InputError(f"logits: expected a checkpoint's target, found {type(self.target).__name__}")
         self._check_idle()
         with torch.inference_mode():
@@ -184,7 +188,10 @@ class Engine:
     def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Generator[StepRecord, None, None]:
         self._check_idle()
         self._busy = True
-        records = run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+        if isinstance(self.target, RunsItself):
+            records = self.target.run(sequences, self.clock, progress)
+        else:
+            records = run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
         try:
             while True:
                 with torch.inference_mode():  # not around the yield: the caller's own code runs there

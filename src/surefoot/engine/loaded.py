@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from surefoot.config import ModelConfig
-from surefoot.engine.drafting import build_drafter
+from surefoot.engine.drafting import NEED_HEAD, build_drafter
 from surefoot.engine.target import DecoderTarget
+from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.checkpoint import MtpPolicy, Progress, find_model, load_checkpoint
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model import Decoder, MTPHead
 from surefoot.types import Drafter
+
+if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
+    from surefoot.engine.device import DeviceTarget
+    from surefoot.model.fused import FusedModel
 
 
 class LoadedModel:
@@ -36,6 +43,8 @@ class LoadedModel:
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
         self._targets: dict[int, DecoderTarget] = {}
+        self._fused: FusedModel | None = None
+        self._device_targets: dict[tuple[str, int, int], DeviceTarget] = {}
         self._drafters: dict[tuple[str, int], Drafter] = {}
 
     @property
@@ -76,7 +85,9 @@ class LoadedModel:
         """From tensors of the canonical names (`model.tensors`), which are emptied; their device and dtype are the
         model's."""
         with torch.inference_mode():
-            decoder = Decoder(config, tensors, min(max_len, config.max_positions))
+            on_gpu = tensors["model.embed_tokens.weight"].is_cuda
+            linear = LinearFactory(pack=not on_gpu)  # fused kernels read weights as they are
+            decoder = Decoder(config, tensors, min(max_len, config.max_positions), linear)
             head = MTPHead(decoder, tensors) if config.mtp_layers and with_head else None
         return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes)
 
@@ -86,6 +97,30 @@ class LoadedModel:
             with torch.inference_mode():
                 self._targets[slots] = DecoderTarget(self.decoder, slots)
         return self._targets[slots]
+
+    def device_target(self, drafter: str, draft_length: int, slots: int) -> DeviceTarget | None:
+        """The target whose step, this drafter included, runs on the GPU alone; None where that cannot be: on a CPU, for
+        shapes that the kernels do not take, for other drafters. Asked again, the same one."""
+        device = self.decoder.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or find_spec("triton") is None:
+            return None
+        from surefoot.engine.device import DEVICE_DRAFTERS, DeviceTarget
+        from surefoot.model.fused import FusedModel, fits
+
+        if drafter == "auto":
+            drafter = "ngram" if self.head is None else "mtp"
+        if not fits(self.config) or drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
+            return None
+        depth = 0 if drafter == "none" else draft_length
+        key = (drafter, depth, slots)
+        if key not in self._device_targets:
+            with torch.inference_mode():
+                if self._fused is None or self._fused.slots != slots or self._fused.window <= depth:
+                    self._device_targets.clear()  # theirs is another model's memory
+                    self._fused = None
+                    self._fused = FusedModel(self.decoder, self.head, slots, depth + 1)
+                self._device_targets[key] = DeviceTarget(self._fused, drafter, depth)  # type: ignore[arg-type]
+        return self._device_targets[key]
 
     def drafter(self, name: str, slots: int) -> Drafter:
         """The drafter of this name for so many slots; asked again, the same one."""

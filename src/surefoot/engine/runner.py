@@ -4,13 +4,36 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from surefoot.engine.loop import StepRecord, prefill, step
 from surefoot.engine.stats import Clock, TimedDrafter, TimedTarget
+from surefoot.model import Decoder
 from surefoot.sequence import Sequence
 from surefoot.types import Drafter, Target
 
 Progress = Callable[[int, int], None]
+
+
+@runtime_checkable
+class RunsItself(Protocol):
+    """A target with a drafter of its own in its step: `run` and what callers ask of a target otherwise."""
+
+    vocab_size: int
+    max_len: int
+    slots: int
+    decoder: Decoder
+
+    def run(
+        self, sequences: Iterable[Sequence], clock: Clock | None = None, progress: Progress | None = None
+    ) -> Generator[StepRecord, None, None]:
+        """What the function `run` does."""
+
+    def score(self, tokens: Seq[int]) -> Tensor:
+        """The logits after each of the tokens, [T, V] float32."""
 
 
 def run(

@@ -215,6 +215,12 @@ def parts_of(weight: Tensor) -> int:
     return -(-features // choose_tiling(features, inner, weight.dtype.itemsize, paired=False).block_n)
 
 
+def fits(config: ModelConfig) -> bool:
+    """Whether the kernels take the shape: head widths are powers of two, the convolution has four taps."""
+    widths = (config.head_dim, config.linear_key_dim, config.linear_value_dim)
+    return config.conv_width == 4 and all(width >= 16 and width & (width - 1) == 0 for width in widths)
+
+
 def weight_of(layer: Linear) -> Tensor:
     """The layer's weight, as it is in memory."""
     assert isinstance(layer, BlockLinear), "the fused model reads weights that are not packed"
