@@ -87,6 +87,10 @@ class LinearFactory:
         """How many rows a CPU pass through the layers built so far carries at least to be fast."""
         return PACKED_ROWS if self._packs and all(self._packs.values()) else MIN_ROWS
 
+    def keeps(self, device: torch.device) -> bool:
+        """Whether the layers of weights on the device read these as they are, where they are."""
+        return device.type == "cuda" or not self._pack
+
     def __call__(self, *weights: Tensor) -> Linear:
         """One linear layer over the rows of all `weights` [out_i, in], in order: projections that read one input
         are one product."""

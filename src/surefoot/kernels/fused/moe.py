@@ -37,6 +37,7 @@ from surefoot.kernels.fused.launch import (
     product,
     wait_for_inputs,
 )
+from surefoot.kernels.fused.linear import Feed, feed_reference, shrink_of
 
 ROUTE_EXPERTS = 16  # router rows of a program: the narrowest tile product
 WIDTH_BLOCK = 16  # gate rows, and as many up rows, of a program
@@ -80,33 +81,13 @@ def moe_workspace(
         act=empty(rows, choices, width, dtype=dtype),
         partial=empty(rows, choices, hidden),
         routed=torch.zeros(triton.cdiv(rows, TILE_ROWS.value), dtype=torch.int32, device=device),
-        summed=torch.zeros(triton.cdiv(hidden, HIDDEN_BLOCK), dtype=torch.int32, device=device),
+        summed=torch.zeros(feed_parts(hidden), dtype=torch.int32, device=device),
     )
 
 
-def pack_experts(
-    gate_up: Tensor, down: Tensor, shared_gate: Tensor, shared_up: Tensor, shared_down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """gate_up [E, 2 * Im, H], down [E, H, Im], shared_gate and shared_up [Is, H], shared_down [H, Is] ->
-    gate_up [E + 1, 2 * I, H] and down [E + 1, H, I], I = max(Im, Is), the narrower kind padded with zeros.
-
-    A zero gate or up row gives a zero activation, so padding changes no sum.
-    """
-    experts, hidden, width = down.shape
-    shared = shared_down.shape[1]
-    wide = max(width, shared)
-    packed = gate_up.new_empty(experts + 1, 2, wide, hidden)
-    packed[:experts, :, :width] = gate_up.view(experts, 2, width, hidden)
-    packed[:experts, :, width:] = 0
-    packed[experts, 0, :shared] = shared_gate
-    packed[experts, 1, :shared] = shared_up
-    packed[experts, :, shared:] = 0
-    packed_down = down.new_empty(experts + 1, hidden, wide)
-    packed_down[:experts, :, :width] = down
-    packed_down[:experts, :, width:] = 0
-    packed_down[experts, :, :shared] = shared_down
-    packed_down[experts, :, shared:] = 0
-    return packed.view(experts + 1, 2 * wide, hidden), packed_down
+def feed_parts(hidden: int) -> int:
+    """How many sums of squares of a row `moe` leaves in a `Feed`."""
+    return -(-hidden // HIDDEN_BLOCK)
 
 
 def moe_reference(
@@ -121,6 +102,7 @@ def moe_reference(
     eps: float,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    feed: tuple[Tensor, Feed] | None = None,
 ) -> None:
     """What `moe` computes, the workspace's `logits` and counters left alone."""
     rows = x.shape[0]
@@ -151,6 +133,8 @@ def moe_reference(
     for rank in range(top_k + 1):
         total += partial[:, rank]
     x += total
+    if feed is not None:
+        feed_reference(x, *feed)
 
 
 def moe(
@@ -165,6 +149,7 @@ def moe(
     eps: float,
     gate_up_scale: Tensor | None = None,
     down_scale: Tensor | None = None,
+    feed: tuple[Tensor, Feed] | None = None,
 ) -> None:
     """x += experts(norm(x)), in place: x [R, H] float32, the residual stream; R at most the workspace's rows.
 
@@ -173,8 +158,12 @@ def moe(
     softmax over the chosen, which is the softmax over all renormalised. gate_up [E + 1, 2 * I, H] (gate rows first) and
     down [E + 1, H, I] are `pack_experts`' and in the activations' dtype, or float8_e4m3fn with gate_up_scale
     [E + 1, 2 * I] and down_scale [E + 1, H] float32, factors of their rows. All contiguous.
+
+    With `feed` (the next norm's scale [H], the Feed to fill, of `feed_parts` squares) x is prepared for that norm.
     """
     rows, hidden = x.shape
+    next_scale, into = feed if feed is not None else (x, Feed(x, x))
+    assert feed is None or into.squares.shape[1] == feed_parts(hidden), "a Feed with as many parts as H has blocks"
     experts = router.shape[0] - 1
     options = launch_options(x.device)
     _route(x, scale, router, workspace, top_k, eps)
@@ -209,7 +198,7 @@ def moe(
         **shape,
         **options,
     )
-    _down_kernel[(triton.cdiv(hidden, HIDDEN_BLOCK), slots)](
+    _down_kernel[(feed_parts(hidden), slots)](
         workspace.act,
         workspace.chosen,
         workspace.weight,
@@ -217,9 +206,14 @@ def moe(
         down_scale,
         workspace.partial,
         x,
+        next_scale,
+        into.scaled,
+        into.squares,
         workspace.summed,
         rows,
         SCALED=down_scale is not None,
+        FEED=feed is not None,
+        SHRINK=shrink_of(into.scaled.dtype),
         BLOCK_H=HIDDEN_BLOCK,
         BLOCK_K=_span(width, dtype),
         num_warps=4,
@@ -487,6 +481,9 @@ def _down_kernel(
     down_scale,
     partial,
     x,
+    norm,
+    scaled,
+    squares,
     arrived,
     rows,
     H: tl.constexpr,
@@ -497,6 +494,8 @@ def _down_kernel(
     ROWS_PADDED: tl.constexpr,
     BY_EXPERT: tl.constexpr,
     SCALED: tl.constexpr,
+    FEED: tl.constexpr,
+    SHRINK: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -542,6 +541,12 @@ def _down_kernel(
             for rank in tl.static_range(TOP_K + 1):
                 place = (row * (TOP_K + 1) + rank)[:, None] * H + h[None, :]
                 total += tl.load(partial + place, mask=inside, other=0.0, cache_modifier=".cg")
-            residual = x + row[:, None] * H + h[None, :]
-            tl.store(residual, tl.load(residual, mask=inside, other=0.0) + total, mask=inside)
+            place = row[:, None] * H + h[None, :]
+            total += tl.load(x + place, mask=inside, other=0.0)
+            tl.store(x + place, total, mask=inside)
+            if FEED:
+                part = squares + row * tl.num_programs(0) + tl.program_id(0)
+                tl.store(part, tl.sum(total * total, axis=1), mask=row < rows)
+                total *= tl.load(norm + h, mask=h < H, other=0.0)[None, :] * SHRINK
+                tl.store(scaled + place, total.to(scaled.dtype.element_ty), mask=inside)
         tl.store(arrived + tl.program_id(0), 0)
