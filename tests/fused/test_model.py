@@ -27,9 +27,9 @@ def small(moe: bool) -> ModelConfig:
     return tiny_config(moe=moe, linear_value_dim=16, layer_types=kinds, vocab_size=40)
 
 
-def build(config: ModelConfig, device: torch.device) -> tuple[FusedModel, DecoderTarget]:
+def build(config: ModelConfig, device: torch.device, quantise: bool = False) -> tuple[FusedModel, DecoderTarget]:
     tensors = random_tensors(config, 0, device)
-    decoder = Decoder(config, tensors, MAX_LEN, LinearFactory(pack=False))
+    decoder = Decoder(config, tensors, MAX_LEN, LinearFactory(pack=False, quantise=quantise))
     head = MTPHead(decoder, tensors) if config.mtp_layers else None
     return FusedModel(decoder, head, 2, WINDOW), DecoderTarget(decoder, 2)
 
@@ -51,11 +51,13 @@ def window_text(model: FusedModel, slots: list[int], drafts: list[list[int]]) ->
 
 
 @KINDS
-@pytest.mark.parametrize("prompt_length", [1, 3, 50])
-def test_windows_agree_with_the_plain_model(device: torch.device, prompt_length: int, moe: bool) -> None:
+@pytest.mark.parametrize("prompt_length, quantise", [(1, False), (3, False), (50, False), (3, True)])
+def test_windows_agree_with_the_plain_model(
+    device: torch.device, prompt_length: int, quantise: bool, moe: bool
+) -> None:
     config = small(moe)
     with torch.inference_mode():
-        model, target = build(config, device)
+        model, target = build(config, device, quantise)
         generator = torch.Generator().manual_seed(prompt_length)
         text = torch.randint(0, config.vocab_size, (prompt_length + 20,), generator=generator).tolist()
         start(model, 1, text[:prompt_length])
@@ -75,11 +77,12 @@ def test_windows_agree_with_the_plain_model(device: torch.device, prompt_length:
             model.progress.replay[1] = keep
 
 
+@pytest.mark.parametrize("quantise", [False, True], ids=["whole", "8 bits"])
 @KINDS
-def test_window_rows_are_single_rows(device: torch.device, moe: bool) -> None:
+def test_window_rows_are_single_rows(device: torch.device, moe: bool, quantise: bool) -> None:
     config = small(moe)
     with torch.inference_mode():
-        model, _ = build(config, device)
+        model, _ = build(config, device, quantise)
         text = torch.randint(0, config.vocab_size, (24,), generator=torch.Generator().manual_seed(1)).tolist()
         results = []
         for window in (1, 2, 4):

@@ -16,11 +16,11 @@ from surefoot.kernels.fused.linear import Feed
 from surefoot.kernels.fused.moe import MoEWorkspace, feed_parts, moe, moe_reference, moe_workspace
 from surefoot.kernels.linear import LinearFactory
 from surefoot.kernels.norm import RMSNorm
+from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised
 from surefoot.model.ffn import MoE
 
 EPS = 1e-6
 CPU = torch.device("cpu")
-FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,28 @@ class Block:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     weight_dtype: torch.dtype | None = None
+    grouped: bool = False  # a scale for every GROUP inputs, not for every row
 
     @lru_cache(maxsize=4)  # noqa: B019 - a block is a plain value
     def tensors(self) -> dict[str, Any]:  # they are passed on as keywords
         g = torch.Generator().manual_seed(self.hidden + self.experts)
         H, E, I = self.hidden, self.experts + 1, self.width  # noqa: E741
         weight_dtype = self.weight_dtype or self.dtype
-        tensors = {
+        tensors: dict[str, Any] = {
             "scale": 1 + 0.1 * torch.randn(H, generator=g),
             "router": (2 * torch.randn(E, H, generator=g) / H**0.5).to(self.dtype),
             "gate_up": (2 * torch.randn(E, 2 * I, H, generator=g) / H**0.5).to(weight_dtype),
             "down": (2 * torch.randn(E, H, I, generator=g) / I**0.5).to(weight_dtype),
         }
-        if weight_dtype == FLOAT8:
-            tensors["gate_up_scale"] = 0.5 + torch.rand(E, 2 * I, generator=g)
-            tensors["down_scale"] = 0.5 + torch.rand(E, H, generator=g)
-        return {name: t.to(self.device) for name, t in tensors.items()}
+        tensors = {name: t.to(self.device) for name, t in tensors.items()}
+        if weight_dtype != FLOAT8:
+            return tensors
+        for name in ("gate_up", "down"):
+            weight = tensors[name]
+            groups = -(-weight.shape[-1] // GROUP) if self.grouped else 1
+            scale = 0.5 + torch.rand(*weight.shape[:-1], groups, generator=g)
+            tensors[name] = Quantised(weight, scale.to(self.device), self.dtype)
+        return tensors
 
     def rows(self, count: int, seed: int = 0) -> Tensor:
         x = torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(seed))
@@ -128,6 +134,14 @@ def test_parity_in_half_precision(dtype: torch.dtype, tolerance: float, device: 
 def test_parity_with_8_bit_weights(dtype: torch.dtype, tolerance: float, device: torch.device) -> None:
     block = Block(hidden=48, width=22, dtype=dtype, weight_dtype=FLOAT8, device=device)
     block.compare(block.rows(5), tolerance)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 4e-3)])
+def test_parity_with_a_scale_for_every_group(dtype: torch.dtype, tolerance: float, device: torch.device) -> None:
+    block = Block(150, 5, 140, 3, dtype, device, FLOAT8, grouped=True)
+    x = block.rows(5)
+    block.compare(x, tolerance)
+    assert torch.equal(block.fused(x[3:4])[0], block.fused(x)[3])
 
 
 @pytest.mark.parametrize("shape, dtype", [("few experts", torch.float32), ("many experts", torch.float16)])

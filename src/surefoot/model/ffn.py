@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
 from surefoot.config import ModelConfig
 from surefoot.kernels.experts import PackedExperts, pack_experts
 from surefoot.kernels.linear import Linear, LinearFactory
+from surefoot.kernels.quantise import Weight
 from surefoot.kernels.rows import MIN_ROWS, by_row, silu_mul
 
 
@@ -40,7 +43,7 @@ class MoE:
         self.top = config.moe.experts_per_token
         self.packed: PackedExperts | None = None
         if linear.keeps(tensors[prefix + "gate.weight"].device):
-            self.packed = pack_experts(lambda name: tensors.pop(prefix + name))
+            self.packed = pack_experts(lambda name: tensors.pop(prefix + name), linear.cut)
             router, shared_gate = self.packed.router[:-1], self.packed.router[-1:]
             *experts, self._shared = _each(self.packed.gate_up, self.packed.down, linear)
         else:
@@ -48,8 +51,8 @@ class MoE:
             self._shared = _swiglu(tensors, prefix + "shared_expert.", linear)
             experts = _each(tensors[prefix + "experts.gate_up_proj"], tensors[prefix + "experts.down_proj"], linear)
         self._experts = experts
-        self._router: Linear = linear(router)
-        self._shared_gate: Linear = linear(shared_gate)
+        self._router: Linear = linear.whole(router)
+        self._shared_gate: Linear = linear.whole(shared_gate)
 
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; each expert sees its rows as a block of its own."""
@@ -96,6 +99,8 @@ def _swiglu(tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> S
     return SwiGLU(linear(gate, up), linear(down))
 
 
-def _each(gate_up: Tensor, down: Tensor, linear: LinearFactory) -> list[SwiGLU]:
+def _each(gate_up: Weight, down: Weight, linear: LinearFactory) -> list[SwiGLU]:
     """Experts of gate_up [E, 2 * I, H] and down [E, H, I], no copies of their own where the factory keeps weights."""
-    return [SwiGLU(linear(first), linear(second)) for first, second in zip(gate_up, down, strict=True)]
+    firsts: Seq[Weight] = gate_up.unbind()
+    seconds: Seq[Weight] = down.unbind()
+    return [SwiGLU(linear(first), linear(second)) for first, second in zip(firsts, seconds, strict=True)]

@@ -16,11 +16,12 @@ from surefoot.cache.kv import KVCache
 from surefoot.config import ModelConfig
 from surefoot.kernels.fused.attention import attend, workspaces
 from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
-from surefoot.kernels.fused.linear import Feed, Workspace, choose_tiling, linear
+from surefoot.kernels.fused.linear import Feed, Workspace, linear, tiling_of
 from surefoot.kernels.fused.moe import feed_parts, moe, moe_workspace
 from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
 from surefoot.kernels.linear import BlockLinear, Linear
 from surefoot.kernels.norm import RMSNorm
+from surefoot.kernels.quantise import Weight
 from surefoot.model.attention import Attention
 from surefoot.model.decoder import Block, Decoder, build_kv
 from surefoot.model.deltanet import DeltaNet
@@ -276,13 +277,12 @@ class FusedModel:
         return logits
 
 
-def parts_of(weight: Tensor) -> int:
+def parts_of(weight: Weight) -> int:
     """Blocks of the outputs of a layer that adds to the residual stream."""
-    features, inner = weight.shape
-    return -(-features // choose_tiling(features, inner, weight.dtype.itemsize, paired=False).block_n)
+    return -(-weight.shape[0] // tiling_of(weight, paired=False).block_n)
 
 
-def weight_of(layer: Linear) -> Tensor:
+def weight_of(layer: Linear) -> Weight:
     """The layer's weight, as it is in memory."""
     assert isinstance(layer, BlockLinear), "the fused model reads weights that are not packed"
     return layer.weight
