@@ -15,6 +15,7 @@ from surefoot.kernels.fused.linear import (
     linear,
     linear_reference,
 )
+from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised, Weight, from_blocks, quantise
 
 EPILOGUES: list[Epilogue] = ["store", "add", "swiglu"]
 TILINGS = [Tiling(16, 64), Tiling(32, 32), Tiling(16, 32, parts=3)]
@@ -25,7 +26,7 @@ def random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def run(function: object, x: Tensor, weight: Tensor, features: int, **options: object) -> Tensor:
+def run(function: object, x: Tensor, weight: Weight, features: int, **options: object) -> Tensor:
     base = random(x.shape[0], features, device=x.device, seed=9)
     out = base.clone() if options.get("epilogue") == "add" else torch.full_like(base, torch.nan)
     workspace = Workspace.allocate(x.shape[0], weight.shape[0], 4, x.device)
@@ -90,11 +91,26 @@ def test_rows_do_not_depend_on_their_number(
         assert torch.equal(out, full[part])
 
 
-def test_narrow_weights_are_scaled_by_row(device: torch.device) -> None:
-    weight = random(24, 64, device=device).to(torch.float8_e4m3fn)
-    scale = random(24, device=device, seed=3).abs()
-    x = random(3, 64, device=device, seed=1).to(torch.bfloat16)
-    out, expected = (torch.full((3, 24), torch.nan, device=device) for _ in range(2))
-    linear_reference(x, weight, expected, row_scale=scale)
-    linear(x, weight, out, row_scale=scale, tiling=Tiling(16, 32))
-    assert (out - expected).norm() / expected.norm() < 1e-2
+def in_squares(weight: Tensor, dtype: torch.dtype) -> Quantised:
+    """As published checkpoints have it."""
+    shape = -(-weight.shape[0] // GROUP), -(-weight.shape[1] // GROUP)
+    scale = random(*shape, device=weight.device, seed=3).abs() + 0.1
+    return from_blocks(weight.to(FLOAT8), scale, dtype)
+
+
+@pytest.mark.parametrize("squares", [False, True], ids=["rows", "squares"])
+@pytest.mark.parametrize("tiling", [Tiling(16, 64), Tiling(16, 128, parts=3), None], ids=["64", "128/3", "chosen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_narrow_weights(device: torch.device, dtype: torch.dtype, tiling: Tiling | None, squares: bool) -> None:
+    features, inner = 70, 300
+    weight = random(2 * features, inner, device=device, seed=1) / inner**0.5
+    narrow = in_squares(weight, dtype) if squares else quantise(weight.to(dtype))
+    x = random(5, inner, device=device).to(dtype)
+    for epilogue, part in (("store", slice(features)), ("swiglu", slice(None))):
+        taken = Quantised(narrow.weight[part], narrow.scale[part], dtype)
+        options = {"squares": random(5, 3, device=device).square(), "eps": 1e-6, "epilogue": epilogue}
+        expected = run(linear_reference, x, taken, features, **options)
+        found = run(linear, x, taken, features, tiling=tiling, **options)
+        assert (found - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 2e-3)
+        alone = {**options, "squares": options["squares"][3:4]}  # type: ignore[index]
+        assert torch.equal(run(linear, x[3:4], taken, features, tiling=tiling, **alone)[0], found[3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from surefoot.config import ModelConfig
 from surefoot.engine.target import DecoderTarget
@@ -13,15 +12,24 @@ from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.tiny import tiny_config
 from surefoot.model import Decoder, MTPHead
 from surefoot.model.fused import FusedModel
+from surefoot.model.spans import Layout
 from surefoot.model.tensors import random_tensors
 from surefoot.types import Window
 
 WINDOW = 4
+MAX_LEN = 96
+KINDS = pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 
 
-def build(config: ModelConfig, device: torch.device) -> tuple[FusedModel, DecoderTarget]:
+def small(moe: bool) -> ModelConfig:
+    """One layer of each kind, few tokens: the interpreter is slow."""
+    kinds = ("linear_attention", "full_attention")
+    return tiny_config(moe=moe, linear_value_dim=16, layer_types=kinds, vocab_size=40)
+
+
+def build(config: ModelConfig, device: torch.device, quantise: bool = False) -> tuple[FusedModel, DecoderTarget]:
     tensors = random_tensors(config, 0, device)
-    decoder = Decoder(config, tensors, 256, LinearFactory(pack=False))
+    decoder = Decoder(config, tensors, MAX_LEN, LinearFactory(pack=False, quantise=quantise))
     head = MTPHead(decoder, tensors) if config.mtp_layers else None
     return FusedModel(decoder, head, 2, WINDOW), DecoderTarget(decoder, 2)
 
@@ -32,7 +40,7 @@ def start(model: FusedModel, slot: int, prompt: list[int]) -> None:
     if len(prompt) > 1:
         hidden = model.decoder.prefill(prompt[:-1], model.prefill_cache, slot)[-1]
     model.prefill_cache.finish(slot)
-    model.progress.start(slot, prompt, 256, hidden)
+    model.progress.start(slot, prompt, MAX_LEN, hidden)
 
 
 def window_text(model: FusedModel, slots: list[int], drafts: list[list[int]]) -> Text:
@@ -42,17 +50,20 @@ def window_text(model: FusedModel, slots: list[int], drafts: list[list[int]]) ->
                 torch.tensor(drafts, dtype=torch.int32, device=device))  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt_length", [1, 2, 3, 50])
-def test_windows_agree_with_the_plain_model(device: torch.device, prompt_length: int) -> None:
-    config = tiny_config(linear_value_dim=16)
+@KINDS
+@pytest.mark.parametrize("prompt_length, quantise", [(1, False), (3, False), (50, False), (3, True)])
+def test_windows_agree_with_the_plain_model(
+    device: torch.device, prompt_length: int, quantise: bool, moe: bool
+) -> None:
+    config = small(moe)
     with torch.inference_mode():
-        model, target = build(config, device)
+        model, target = build(config, device, quantise)
         generator = torch.Generator().manual_seed(prompt_length)
         text = torch.randint(0, config.vocab_size, (prompt_length + 20,), generator=generator).tolist()
         start(model, 1, text[:prompt_length])
         list(target.prefill(1, text[: prompt_length - 1]))
         position = prompt_length - 1
-        for keep in (1, 3, 2, 4, 1):
+        for keep in (1, 3, 2, 4):
             drafts = text[position + 1 : position + WINDOW]
             expected = target.verify([Window(1, tuple(text[position : position + WINDOW]))])[0]
             found = model.score(window_text(model, [-1, 1], [[-1] * 3, drafts]), WINDOW)[WINDOW:]
@@ -66,25 +77,62 @@ def test_windows_agree_with_the_plain_model(device: torch.device, prompt_length:
             model.progress.replay[1] = keep
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.clone()
-
-
-def test_window_rows_are_single_rows(device: torch.device) -> None:
-    config = tiny_config(linear_value_dim=16)
+@pytest.mark.parametrize("quantise", [False, True], ids=["whole", "8 bits"])
+@KINDS
+def test_window_rows_are_single_rows(device: torch.device, moe: bool, quantise: bool) -> None:
+    config = small(moe)
     with torch.inference_mode():
-        model, _ = build(config, device)
+        model, _ = build(config, device, quantise)
         text = torch.randint(0, config.vocab_size, (24,), generator=torch.Generator().manual_seed(1)).tolist()
         results = []
-        for window in (1, 3, 4):
+        for window in (1, 2, 4):
             start(model, 0, text[:12])
             rows = []
-            for position in range(11, 23, window):
+            for position in range(11, 19, window):
                 model.progress.tokens[0, : position + 1] = torch.tensor(text[: position + 1])
                 drafts = text[position + 1 : position + 4] + [0] * 3
-                rows.append(bits(model.score(window_text(model, [0], [drafts[:3]]), window)))
+                rows.append(model.score(window_text(model, [0], [drafts[:3]]), window).clone())
                 model.progress.length[0] += window
                 model.progress.replay[0] = window
             results.append(torch.cat(rows))
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
+
+
+@KINDS
+def test_drafts_agree_with_the_plain_head(device: torch.device, moe: bool) -> None:
+    config = small(moe)
+    with torch.inference_mode():
+        model, _ = build(config, device)
+        head, decoder = model.head, model.decoder
+        assert head is not None
+        generator = torch.Generator().manual_seed(2)
+        text = torch.randint(0, config.vocab_size, (20,), generator=generator).tolist()
+        hidden = torch.randn(20, config.hidden_size, generator=generator).to(device)
+        lane = head.build_lane(2)
+        position = 0
+        for fresh in (2, 4, 1):  # hidden states of positions that the target has read since the head last ran
+            model.progress.hidden[1, :fresh] = hidden[position : position + fresh]
+            model.progress.fresh[1] = fresh
+            known = position + fresh  # the last emitted token's index
+            model.progress.length[1] = known
+            model.progress.tokens[1, : known + 1] = torch.tensor(text[: known + 1])
+            drafts = window_text(model, [-1, 1], [[-1] * 3, text[known + 1 : known + 4]])
+            began = torch.tensor([0, position], dtype=torch.int32, device=device)
+            found = model.draft_first(drafts, began, WINDOW)[1].clone()
+            states = head.decode(
+                hidden[position:known], text[position + 1 : known + 1], lane, layout_of(position, fresh, device)
+            )
+            state = states[fresh - 1 : fresh]
+            torch.testing.assert_close(found, decoder.logits(state.repeat(2, 1))[0], rtol=1e-3, atol=1e-3)
+            for step in range(2):
+                began[1] = known + step
+                found = model.draft_next(drafts, began)[1].clone()
+                token = text[known + 1 + step]
+                state = head.decode(state, [token], lane, layout_of(known + step, 1, device))[:1]
+                torch.testing.assert_close(found, decoder.logits(state.repeat(2, 1))[0], rtol=1e-3, atol=1e-3)
+            position = known
+
+
+def layout_of(position: int, count: int, device: torch.device) -> Layout:
+    return Layout.of([(1, position, count)], device)

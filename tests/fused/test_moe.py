@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from surefoot.config import ModelConfig, MoEConfig
-from surefoot.kernels.fused.moe import MoEWorkspace, moe, moe_reference, moe_workspace, pack_experts
+from surefoot.kernels.experts import pack_down, pack_gate_up
+from surefoot.kernels.fused.linear import Feed
+from surefoot.kernels.fused.moe import MoEWorkspace, feed_parts, moe, moe_reference, moe_workspace
 from surefoot.kernels.linear import LinearFactory
 from surefoot.kernels.norm import RMSNorm
+from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised
 from surefoot.model.ffn import MoE
 
 EPS = 1e-6
 CPU = torch.device("cpu")
-FLOAT8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -31,22 +34,28 @@ class Block:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     weight_dtype: torch.dtype | None = None
+    grouped: bool = False  # a scale for every GROUP inputs, not for every row
 
     @lru_cache(maxsize=4)  # noqa: B019 - a block is a plain value
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Any]:  # they are passed on as keywords
         g = torch.Generator().manual_seed(self.hidden + self.experts)
         H, E, I = self.hidden, self.experts + 1, self.width  # noqa: E741
         weight_dtype = self.weight_dtype or self.dtype
-        tensors = {
+        tensors: dict[str, Any] = {
             "scale": 1 + 0.1 * torch.randn(H, generator=g),
             "router": (2 * torch.randn(E, H, generator=g) / H**0.5).to(self.dtype),
             "gate_up": (2 * torch.randn(E, 2 * I, H, generator=g) / H**0.5).to(weight_dtype),
             "down": (2 * torch.randn(E, H, I, generator=g) / I**0.5).to(weight_dtype),
         }
-        if weight_dtype == FLOAT8:
-            tensors["gate_up_scale"] = 0.5 + torch.rand(E, 2 * I, generator=g)
-            tensors["down_scale"] = 0.5 + torch.rand(E, H, generator=g)
-        return {name: t.to(self.device) for name, t in tensors.items()}
+        tensors = {name: t.to(self.device) for name, t in tensors.items()}
+        if weight_dtype != FLOAT8:
+            return tensors
+        for name in ("gate_up", "down"):
+            weight = tensors[name]
+            groups = -(-weight.shape[-1] // GROUP) if self.grouped else 1
+            scale = 0.5 + torch.rand(*weight.shape[:-1], groups, generator=g)
+            tensors[name] = Quantised(weight, scale.to(self.device), self.dtype)
+        return tensors
 
     def rows(self, count: int, seed: int = 0) -> Tensor:
         x = torch.randn(count, self.hidden, generator=torch.Generator().manual_seed(seed))
@@ -127,6 +136,14 @@ def test_parity_with_8_bit_weights(dtype: torch.dtype, tolerance: float, device:
     block.compare(block.rows(5), tolerance)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.float16, 4e-3)])
+def test_parity_with_a_scale_for_every_group(dtype: torch.dtype, tolerance: float, device: torch.device) -> None:
+    block = Block(150, 5, 140, 3, dtype, device, FLOAT8, grouped=True)
+    x = block.rows(5)
+    block.compare(x, tolerance)
+    assert torch.equal(block.fused(x[3:4])[0], block.fused(x)[3])
+
+
 @pytest.mark.parametrize("shape, dtype", [("few experts", torch.float32), ("many experts", torch.float16)])
 def test_a_row_alone_has_the_same_bits(shape: str, dtype: torch.dtype, device: torch.device) -> None:
     block = replace(SHAPES[shape], dtype=dtype, device=device)
@@ -192,6 +209,31 @@ def test_the_lowest_of_equal_experts(top_k: int, device: torch.device) -> None:
     assert 0 < len(shares) < 6
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_next_norm_is_prepared(dtype: torch.dtype, device: torch.device) -> None:
+    block = Block(hidden=70, dtype=dtype, device=device)
+    scale = block.rows(1, seed=5)[0, :70].contiguous()
+
+    def feed(rows: int) -> Feed:
+        kinds = (70, dtype), (feed_parts(70), torch.float32)
+        return Feed(*(torch.full((rows, n), torch.nan, dtype=kind, device=device) for n, kind in kinds))
+
+    x = block.rows(18)
+    found, expected = x.clone(), x.clone()
+    ours, theirs = feed(18), feed(18)
+    options: dict[str, Any] = {"workspace": block.workspace(18), "top_k": block.top_k, "eps": EPS}
+    moe(found, **block.tensors(), **options, feed=(scale, ours))
+    moe_reference(expected, **block.tensors(), **options, feed=(scale, theirs))
+    assert torch.equal(found, block.fused(x))
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(ours.scaled, theirs.scaled, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours.squares.sum(-1), theirs.squares.sum(-1), rtol=tolerance, atol=tolerance)
+    alone, own = x[17:].clone(), feed(1)
+    moe(alone, **block.tensors(), **options, feed=(scale, own))
+    assert torch.equal(own.scaled[0], ours.scaled[17])
+    assert torch.equal(own.squares[0], ours.squares[17])
+
+
 def test_a_workspace_serves_again(device: torch.device) -> None:
     block = Block(device=device)
     space = block.workspace(18)
@@ -237,16 +279,15 @@ def test_parity_with_the_model(width: int, shared_width: int, device: torch.devi
     )
     scale = 1 + 0.1 * weight(H)
     x = weight(5, H)
-    expected = x + MoE(config, tensors, "", LinearFactory()).decode(RMSNorm(scale, EPS)(x))
+    expected = x + MoE(config, dict(tensors), "", LinearFactory()).decode(RMSNorm(scale, EPS)(x))
+    layer = MoE(config, tensors, "", LinearFactory(pack=False))
+    assert not tensors  # the packed ones took their place
+    torch.testing.assert_close(x + layer.decode(RMSNorm(scale, EPS)(x)), expected, rtol=2e-5, atol=2e-5)
 
-    gate_up, down = pack_experts(
-        tensors["experts.gate_up_proj"],
-        tensors["experts.down_proj"],
-        *(tensors[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")),
-    )
-    router = torch.cat([tensors["gate.weight"], tensors["shared_expert_gate.weight"]])
+    packed = layer.packed
+    assert packed is not None
     space = moe_workspace(5, H, E, max(width, shared_width), k, torch.float32, device)
-    moe(x, scale, router, gate_up, down, space, top_k=k, eps=EPS)
+    moe(x, scale, packed.router, packed.gate_up, packed.down, space, top_k=k, eps=EPS)
     torch.testing.assert_close(x, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -254,7 +295,8 @@ def test_packing_pads_with_zeros(device: torch.device) -> None:
     def ones(*shape: int) -> Tensor:
         return torch.ones(shape, device=device).to(FLOAT8)
 
-    gate_up, down = pack_experts(ones(3, 4, 8), ones(3, 8, 2), ones(5, 8), ones(5, 8), ones(8, 5))
+    gate_up = pack_gate_up(ones(3, 4, 8), ones(5, 8), ones(5, 8))
+    down = pack_down(ones(3, 8, 2), ones(8, 5))
     assert gate_up.dtype == down.dtype == FLOAT8
     routed, shared = [1.0, 1.0, 0.0, 0.0, 0.0], [1.0] * 5
     assert gate_up.float()[:, :, 3].tolist() == [routed * 2] * 3 + [shared * 2]

@@ -36,11 +36,11 @@ AHEAD = 2  # steps in flight
 PREFILL_CHUNK = 2048
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeviceDrafter:
     """The name of a drafter that is part of the step; it has nothing to do outside of it."""
 
-    name: DeviceDrafterName
+    name: str
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         """Empty drafts."""
@@ -150,7 +150,7 @@ class DeviceTarget:
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int) -> None:
         self.model, self.decoder = model, model.decoder
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
-        self.drafter = DeviceDrafter(drafter)
+        self.drafter, self._name = DeviceDrafter(drafter), drafter
         self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
         self._requests = Requests.empty(model.slots, device)
@@ -241,7 +241,7 @@ class DeviceTarget:
             # While it is recorded, no slot is in use.
             used = self._slots.clone()
             self._slots.fill_(-1)
-            step = DeviceStep(self.model, self._requests, self._slots[:size], self.drafter.name, self._depth, sampled)
+            step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled)
             if self._slots.is_cuda:
                 step.capture()
             self._slots.copy_(used)

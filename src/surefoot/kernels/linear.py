@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from surefoot.kernels.quantise import Weight, dense_of, merge, quantise
 from surefoot.kernels.rows import CUDA_ROWS, MIN_ROWS
 
 SINGLE = 1  # exact by construction
@@ -55,31 +56,34 @@ class PackedLinear:
 
 
 class BlockLinear:
-    """`F.linear` on blocks of `block` rows, the last one padded with zeros."""
+    """`F.linear` on blocks of `block` rows, the last one padded with zeros. A weight of 8 bits is turned into
+    one of the model's type at every call."""
 
-    def __init__(self, weight: Tensor, block: int) -> None:
+    def __init__(self, weight: Weight, block: int) -> None:
         self.weight = weight
         self._block = block
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] float32 -> [n, out] float32."""
         rows = x.shape[0]
-        x = F.pad(x.to(self.weight.dtype), (0, 0, 0, -rows % self._block))
+        weight = dense_of(self.weight)
+        x = F.pad(x.to(weight.dtype), (0, 0, 0, -rows % self._block))
         # Each block in memory of its own: a library may choose its kernel by the alignment of what it is given.
-        parts = [F.linear(part.clone(), self.weight) for part in x.split(self._block)]
+        parts = [F.linear(part.clone(), weight) for part in x.split(self._block)]
         return torch.cat(parts)[:rows].float() if len(parts) > 1 else parts[0][:rows].float()
 
     def bulk(self, x: Tensor) -> Tensor:
         """One library product."""
-        return F.linear(x.to(self.weight.dtype), self.weight).float()
+        return F.linear(x.to(self.weight.dtype), dense_of(self.weight)).float()
 
 
 class LinearFactory:
     """Builds the linear layers of one model, remembering which shapes pack exactly on this machine. Without `pack` the
-    weights stay as they are, for kernels that read them as they are."""
+    weights stay as they are, for kernels that read them as they are; with `quantise` they are cut to 8 bits first."""
 
-    def __init__(self, pack: bool = True) -> None:
-        self._pack = pack
+    def __init__(self, pack: bool = True, quantise: bool = False) -> None:
+        assert not (pack and quantise), "packed weights keep their type"
+        self._pack, self._quantise = pack, quantise
         self._packs: dict[tuple[int, int], bool] = {}
 
     @property
@@ -87,19 +91,34 @@ class LinearFactory:
         """How many rows a CPU pass through the layers built so far carries at least to be fast."""
         return PACKED_ROWS if self._packs and all(self._packs.values()) else MIN_ROWS
 
-    def __call__(self, *weights: Tensor) -> Linear:
+    def keeps(self, device: torch.device) -> bool:
+        """Whether the layers of weights on the device read these as they are, where they are."""
+        return device.type == "cuda" or not self._pack
+
+    def __call__(self, *weights: Weight) -> Linear:
         """One linear layer over the rows of all `weights` [out_i, in], in order: projections that read one input
         are one product."""
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        if weight.is_cuda:
-            return BlockLinear(weight, SINGLE if weight.dtype == torch.float32 else CUDA_ROWS)
-        packed = try_pack(weight) if self._pack else None
+        weight = self.cut(merge(weights))
+        return self.whole(weight) if isinstance(weight, Tensor) else _in_blocks(weight)
+
+    def cut(self, weight: Weight) -> Weight:
+        """The weight [..., out, in] in as many bits as the layers' weights have."""
+        return quantise(weight) if self._quantise and isinstance(weight, Tensor) else weight
+
+    def whole(self, weight: Tensor) -> Linear:
+        """One linear layer whose weight keeps its type."""
+        packed = try_pack(weight) if not self.keeps(weight.device) else None
         if packed is None:
-            return BlockLinear(weight, SINGLE)
+            return _in_blocks(weight)
         shape = (weight.shape[0], weight.shape[1])
         if shape not in self._packs:
             self._packs[shape] = rows_agree(packed, weight.shape[1])
-        return packed if self._packs[shape] else BlockLinear(weight, SINGLE)
+        return packed if self._packs[shape] else _in_blocks(weight)
+
+
+def _in_blocks(weight: Weight) -> BlockLinear:
+    half_on_gpu = weight.is_cuda and weight.dtype != torch.float32
+    return BlockLinear(weight, CUDA_ROWS if half_on_gpu else SINGLE)
 
 
 def try_pack(weight: Tensor) -> PackedLinear | None:

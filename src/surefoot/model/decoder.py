@@ -24,6 +24,7 @@ from surefoot.model.attention import Attention, Rope
 from surefoot.model.deltanet import DeltaNet, PrefillState
 from surefoot.model.ffn import build_ffn
 from surefoot.model.spans import Layout
+from surefoot.model.tensors import let_go
 
 
 class Block:
@@ -102,8 +103,7 @@ class Decoder:
         for index, kind in enumerate(config.layer_types):
             prefix = f"model.layers.{index}."
             self.blocks.append(Block(config, tensors, prefix, kind, self.linear))
-            for name in [name for name in tensors if name.startswith(prefix)]:
-                del tensors[name]
+            let_go(tensors, prefix)
         self.norm = RMSNorm(1 + tensors["model.norm.weight"].float(), config.norm_eps)
         self.head = self.linear(self.embedding if config.tied else tensors.pop("lm_head.weight"))
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
 from surefoot.config import ModelConfig
+from surefoot.kernels.experts import PackedExperts, pack_experts
 from surefoot.kernels.linear import Linear, LinearFactory
+from surefoot.kernels.quantise import Weight
 from surefoot.kernels.rows import MIN_ROWS, by_row, silu_mul
 
 
 class SwiGLU:
     """(silu(x gate^T) * (x up^T)) down^T; gate and up are one product."""
 
-    def __init__(self, gate: Tensor, up: Tensor, down: Tensor, linear: LinearFactory) -> None:
-        self.gate_up: Linear = linear(gate, up)
-        self.down: Linear = linear(down)
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up, self.down = gate_up, down
 
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H], n >= 2; rows do not depend on n."""
@@ -29,18 +32,27 @@ class SwiGLU:
 
 class MoE:
     """Top-k of E experts, weights softmaxed over all experts and renormalised over the chosen ones, plus
-    sigmoid(x shared_expert_gate^T) * shared_expert(x)."""
+    sigmoid(x shared_expert_gate^T) * shared_expert(x).
+
+    Where weights are read as they are (`LinearFactory.keeps`) all experts lie in `packed`, for kernels that want them
+    so, and the source tensors are taken out of `tensors`.
+    """
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
         assert config.moe is not None
-        self._top = config.moe.experts_per_token
-        router = tensors[prefix + "gate.weight"]
-        self._router: Linear = linear(router)
-        self._shared_gate: Linear = linear(tensors[prefix + "shared_expert_gate.weight"])
-        self._shared = _swiglu(tensors, prefix + "shared_expert.", linear)
-        gate, up = tensors[prefix + "experts.gate_up_proj"].chunk(2, dim=1)
-        down = tensors[prefix + "experts.down_proj"]
-        self._experts = [SwiGLU(gate[e], up[e], down[e], linear) for e in range(down.shape[0])]
+        self.top = config.moe.experts_per_token
+        self.packed: PackedExperts | None = None
+        if linear.keeps(tensors[prefix + "gate.weight"].device):
+            self.packed = pack_experts(lambda name: tensors.pop(prefix + name), linear.cut)
+            router, shared_gate = self.packed.router[:-1], self.packed.router[-1:]
+            *experts, self._shared = _each(self.packed.gate_up, self.packed.down, linear)
+        else:
+            router, shared_gate = (tensors[prefix + name] for name in ("gate.weight", "shared_expert_gate.weight"))
+            self._shared = _swiglu(tensors, prefix + "shared_expert.", linear)
+            experts = _each(tensors[prefix + "experts.gate_up_proj"], tensors[prefix + "experts.down_proj"], linear)
+        self._experts = experts
+        self._router: Linear = linear.whole(router)
+        self._shared_gate: Linear = linear.whole(shared_gate)
 
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; each expert sees its rows as a block of its own."""
@@ -57,7 +69,7 @@ class MoE:
     def _route(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Router scores [n, E] -> chosen experts [n, k] and their weights [n, k]. Row by row: softmax and top-k over
         the last axis treat each row alone, once there are two."""
-        weight, chosen = scores.softmax(-1).topk(self._top, dim=-1)
+        weight, chosen = scores.softmax(-1).topk(self.top, dim=-1)
         return chosen, weight / weight.sum(-1, keepdim=True)
 
     def _add_experts(self, x: Tensor, chosen: Tensor, weight: Tensor, out: Tensor, bulk: bool) -> Tensor:
@@ -84,4 +96,11 @@ def build_ffn(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, line
 
 def _swiglu(tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> SwiGLU:
     gate, up, down = (tensors[f"{prefix}{n}_proj.weight"] for n in ("gate", "up", "down"))
-    return SwiGLU(gate, up, down, linear)
+    return SwiGLU(linear(gate, up), linear(down))
+
+
+def _each(gate_up: Weight, down: Weight, linear: LinearFactory) -> list[SwiGLU]:
+    """Experts of gate_up [E, 2 * I, H] and down [E, H, I], no copies of their own where the factory keeps weights."""
+    firsts: Seq[Weight] = gate_up.unbind()
+    seconds: Seq[Weight] = down.unbind()
+    return [SwiGLU(linear(first), linear(second)) for first, second in zip(firsts, seconds, strict=True)]

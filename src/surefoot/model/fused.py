@@ -1,4 +1,4 @@
-"""The decode pass as fused kernels: five a layer, over memory that stays where it is.
+"""The decode pass as fused kernels: five a layer (six with experts), over memory that stays where it is.
 
 The weights are those of the plain model (`Decoder`, `MTPHead`), which goes on to read prompts; here its layers are only
 arranged for windows of few tokens. Nothing in a pass depends on a number that the host holds, so it can be recorded.
@@ -16,14 +16,19 @@ from surefoot.cache.kv import KVCache
 from surefoot.config import ModelConfig
 from surefoot.kernels.fused.attention import attend, workspaces
 from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
-from surefoot.kernels.fused.linear import MAX_PARTS, SPLIT_FEATURES, Feed, Workspace, choose_tiling, linear
+from surefoot.kernels.fused.linear import MAX_PARTS, SPLIT_FEATURES, Feed, Workspace, linear, tiling_of
+from surefoot.kernels.fused.moe import feed_parts, moe, moe_workspace
 from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
 from surefoot.kernels.linear import BlockLinear, Linear
+from surefoot.kernels.norm import RMSNorm
+from surefoot.kernels.quantise import Weight
 from surefoot.model.attention import Attention
 from surefoot.model.decoder import Block, Decoder, build_kv
 from surefoot.model.deltanet import DeltaNet
-from surefoot.model.ffn import SwiGLU
+from surefoot.model.ffn import FeedForward, MoE, SwiGLU
 from surefoot.model.mtp import MTPHead
+
+EMBED_BLOCK = 128  # columns of the stream that share a sum of squares behind the embedding
 
 
 class Scratch:
@@ -50,6 +55,10 @@ class Scratch:
             )
         }
         self.sums = Workspace.allocate(rows, SPLIT_FEATURES, MAX_PARTS, device)
+        self.experts = None
+        if c.moe is not None:
+            m, inner = c.moe, max(c.moe.expert_width, c.moe.shared_width)
+            self.experts = moe_workspace(rows, c.hidden_size, m.num_experts, inner, m.experts_per_token, dtype, device)
         self.splits = workspaces(rows, c.num_heads, c.head_dim, decoder.max_len, device)
 
     def feed(self, rows: int, columns: int, parts: int) -> Feed:
@@ -98,6 +107,69 @@ class FusedDelta:
         delta_window(merged, self._weights, self._state, slots, start, self._replay, out, window=window)
 
 
+Ahead = tuple[Tensor, Feed]  # the scale of the norm that reads the stream next, and what is to be prepared for it
+
+
+class FusedFeedForward(Protocol):
+    """x += ffn(norm(x))."""
+
+    parts: int
+    """How many sums of squares of a row it leaves in a `Feed`."""
+
+    def asks(self, rows: int, parts: int) -> Ahead | None:
+        """What the sum into x before it, of so many parts, has to prepare; None if nothing."""
+
+    def __call__(self, x: Tensor, fed: Ahead | None, ahead: Ahead | None) -> None:
+        """x [R, H] in place; `fed` is what it asked for."""
+
+
+class FusedSwiGLU:
+    """Two linear layers, the first on what the sum before it prepared."""
+
+    def __init__(self, layer: SwiGLU, norm: RMSNorm, scratch: Scratch) -> None:
+        self._norm, self._scratch = norm, scratch
+        self._gate_up, self._down = weight_of(layer.gate_up), weight_of(layer.down)
+        self.parts = parts_of(self._down)
+
+    def asks(self, rows: int, parts: int) -> Ahead | None:
+        """The norm before gate and up."""
+        return self._norm.scale, self._scratch.feed(rows, self._gate_up.shape[1], parts)
+
+    def __call__(self, x: Tensor, fed: Ahead | None, ahead: Ahead | None) -> None:
+        """x [R, H] in place."""
+        assert fed is not None
+        sums, (_, feed) = self._scratch.sums, fed
+        act = self._scratch.take("act", x.shape[0], self._down.shape[1])
+        linear(feed.scaled, self._gate_up, act, sums, squares=feed.squares, eps=self._norm.eps, epilogue="swiglu")
+        linear(act, self._down, x, sums, epilogue="add", feed=ahead)
+
+
+class FusedMoE:
+    """`kernels.fused.moe` with one layer's weights; its norm is its own."""
+
+    def __init__(self, layer: MoE, norm: RMSNorm, scratch: Scratch) -> None:
+        assert layer.packed is not None
+        assert scratch.experts is not None
+        self._weights, self._space = layer.packed, scratch.experts
+        self._top, self._norm = layer.top, norm
+        self.parts = feed_parts(layer.packed.router.shape[1])
+
+    def asks(self, rows: int, parts: int) -> Ahead | None:
+        """Nothing: routing needs whole normed rows."""
+        return None
+
+    def __call__(self, x: Tensor, fed: Ahead | None, ahead: Ahead | None) -> None:
+        """x [R, H] in place."""
+        w = self._weights
+        moe(x, self._norm.scale, w.router, w.gate_up, w.down, self._space, top_k=self._top, eps=self._norm.eps,
+            feed=ahead)  # fmt: skip
+
+
+def fuse_ffn(layer: FeedForward, norm: RMSNorm, scratch: Scratch) -> FusedFeedForward:
+    """The layer's fused counterpart."""
+    return FusedSwiGLU(layer, norm, scratch) if isinstance(layer, SwiGLU) else FusedMoE(layer, norm, scratch)
+
+
 class FusedBlock:
     """x + mixer(norm(x)), then x + ffn(norm(x)), x in place. Every sum into x prepares the norm that reads it next, the
     last one that of the block behind this one (`then`, if any)."""
@@ -105,29 +177,22 @@ class FusedBlock:
     def __init__(self, block: Block, mixer: FusedMixer, scratch: Scratch, then: Block | None) -> None:
         self._mixer, self._scratch = mixer, scratch
         self._in, self._out = weight_of(block.mixer.in_proj), weight_of(block.mixer.out_proj)
-        self._ffn_norm, self._next_norm = block.ffn_norm.scale, None if then is None else then.mixer_norm.scale
+        self._ffn = fuse_ffn(block.ffn, block.ffn_norm, scratch)
+        self._next_norm = None if then is None else then.mixer_norm.scale
         self._eps = block.mixer_norm.eps
-        assert isinstance(block.ffn, SwiGLU)
-        self._gate_up, self._down = weight_of(block.ffn.gate_up), weight_of(block.ffn.down)
 
-    def feed(self, rows: int) -> Feed:
-        """What must hold the stream prepared for this block's first norm."""
-        return self._scratch.feed(rows, self._in.shape[1], parts_of(self._down))
-
-    def __call__(self, x: Tensor, slots: Tensor, start: Tensor, window: int) -> None:
-        """x [B * window, H] float32, prepared in `feed`."""
+    def __call__(self, x: Tensor, fed: Feed, slots: Tensor, start: Tensor, window: int) -> Feed:
+        """x [B * window, H] float32, prepared in `fed` for the first norm; what x is prepared in afterwards."""
         rows, scratch = x.shape[0], self._scratch
         merged = scratch.take("merged", rows, self._in.shape[0])
         mixed = scratch.take("mixed", rows, self._out.shape[1])
-        act = scratch.take("act", rows, self._down.shape[1])
-        first, second = self.feed(rows), scratch.feed(rows, x.shape[1], parts_of(self._out))
-        linear(first.scaled, self._in, merged, scratch.sums, squares=first.squares, eps=self._eps)
+        linear(fed.scaled, self._in, merged, scratch.sums, squares=fed.squares, eps=self._eps)
         self._mixer(merged, mixed, slots, start, window)
-        linear(mixed, self._out, x, scratch.sums, epilogue="add", feed=(self._ffn_norm, second))
-        linear(second.scaled, self._gate_up, act, scratch.sums, squares=second.squares, eps=self._eps,
-               epilogue="swiglu")  # fmt: skip
-        next_feed = None if self._next_norm is None else (self._next_norm, first)
-        linear(act, self._down, x, scratch.sums, epilogue="add", feed=next_feed)
+        between = self._ffn.asks(rows, parts_of(self._out))
+        linear(mixed, self._out, x, scratch.sums, epilogue="add", feed=between)
+        after = scratch.feed(rows, x.shape[1], self._ffn.parts)
+        self._ffn(x, between, None if self._next_norm is None else (self._next_norm, after))
+        return after
 
 
 class FusedModel:
@@ -170,9 +235,10 @@ class FusedModel:
         rows = text.slots.shape[0] * window
         x = self.scratch.take("stream", rows, self.decoder.config.hidden_size)
         first = self.decoder.blocks[0].mixer_norm.scale
-        embed(self.decoder.embedding, text, text.length, x, first, self._blocks[0].feed(rows), window=window)
+        feed = self.scratch.feed(rows, x.shape[1], -(-x.shape[1] // EMBED_BLOCK))
+        embed(self.decoder.embedding, text, text.length, x, first, feed, window=window)
         for block in self._blocks:
-            block(x, text.slots, text.length, window)
+            feed = block(x, feed, text.slots, text.length, window)
         narrow = self.scratch.take("narrow", rows, x.shape[1])
         norm = self.decoder.norm
         final_norm(x, norm.scale, self.progress.hidden, narrow, window=window, eps=norm.eps)
@@ -196,9 +262,10 @@ class FusedModel:
         x = self.scratch.take("stream", rows, width)
         norms = head.embedding_norm.scale, head.hidden_norm.scale
         head_inputs(self.decoder.embedding, text, start, hidden, norms, pair, window=window, eps=head.norm.eps)
-        feed = head.block.mixer_norm.scale, self._head_block.feed(rows)
-        linear(pair, weight_of(head.fc), x, self.scratch.sums, feed=feed)
-        self._head_block(x, text.slots, start, window)
+        fc = weight_of(head.fc)
+        feed = self.scratch.feed(rows, width, parts_of(fc))
+        linear(pair, fc, x, self.scratch.sums, feed=(head.block.mixer_norm.scale, feed))
+        self._head_block(x, feed, text.slots, start, window)
         narrow = self.scratch.take("narrow", batch, width)
         final_norm(x, head.norm.scale, self._chained, narrow, window=window, eps=head.norm.eps, last=last)
         return self._logits(narrow)
@@ -209,10 +276,9 @@ class FusedModel:
         return logits
 
 
-def parts_of(weight: Tensor) -> int:
+def parts_of(weight: Weight) -> int:
     """Blocks of the outputs of a layer that adds to the residual stream."""
-    features, inner = weight.shape
-    return -(-features // choose_tiling(features, inner, weight.dtype.itemsize, paired=False).block_n)
+    return -(-weight.shape[0] // tiling_of(weight, paired=False).block_n)
 
 
 def fits(config: ModelConfig) -> bool:
@@ -221,7 +287,7 @@ def fits(config: ModelConfig) -> bool:
     return config.conv_width == 4 and all(width >= 16 and width & (width - 1) == 0 for width in widths)
 
 
-def weight_of(layer: Linear) -> Tensor:
+def weight_of(layer: Linear) -> Weight:
     """The layer's weight, as it is in memory."""
     assert isinstance(layer, BlockLinear), "the fused model reads weights that are not packed"
     return layer.weight

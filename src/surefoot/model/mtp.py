@@ -17,6 +17,7 @@ from surefoot.errors import CheckpointError
 from surefoot.kernels.norm import RMSNorm
 from surefoot.model.decoder import Block, Decoder, build_kv
 from surefoot.model.spans import Layout
+from surefoot.model.tensors import let_go
 
 
 class MTPHead:
@@ -37,8 +38,7 @@ class MTPHead:
             for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         )
         self.block = Block(self.config, tensors, "mtp.layers.0.", "full_attention", decoder.linear)
-        for name in [name for name in tensors if name.startswith("mtp.")]:
-            del tensors[name]
+        let_go(tensors, "mtp.")
 
     def build_lane(self, slots: int) -> KVCache:
         """An empty lane as long as the decoder's context."""

@@ -69,6 +69,16 @@ def random_tensors(
     return tensors
 
 
+def let_go(tensors: dict[str, Tensor], prefix: str) -> None:
+    """Forget the tensors `prefix + ...`, from which a layer has been built. A GPU gets their memory back: what the next
+    layer is built into has other sizes and would not use it."""
+    taken = [tensors.pop(name) for name in list(tensors) if name.startswith(prefix)]
+    cuda = any(tensor.is_cuda for tensor in taken)
+    taken.clear()
+    if cuda:
+        torch.cuda.empty_cache()
+
+
 def _block_norm_shapes(c: ModelConfig) -> Shapes:
     return {"input_layernorm.weight": (c.hidden_size,), "post_attention_layernorm.weight": (c.hidden_size,)}
 

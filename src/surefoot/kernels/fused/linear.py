@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from surefoot.kernels.fused.launch import INTERPRET, TILE_ROWS, launch_options, prefetch, product, silu, wait_for_inputs
+from surefoot.kernels.quantise import GROUP, Quantised, Weight, dense_of, scales_of
 
 Epilogue = Literal["store", "add", "swiglu"]
 
@@ -61,6 +62,16 @@ def choose_tiling(out_features: int, in_features: int, weight_bytes: int, paired
     while parts > 1 and in_features % (block_k * parts):
         parts //= 2
     return Tiling(32, block_k, parts, ahead=1024 if out_features <= 2048 else 0)
+
+
+def tiling_of(weight: Weight, paired: bool) -> Tiling:
+    """The tiling of a weight [N, K] ([2 N, K] if `paired`)."""
+    features, inner = weight.shape
+    narrow = isinstance(weight, Quantised) and weight.dtype.itemsize < 4  # float32 products need float32's tiles
+    tiling = choose_tiling(features // (1 + paired), inner, 1 if narrow else weight.dtype.itemsize, paired)
+    if isinstance(weight, Quantised) and weight.groups > 1:
+        return replace(tiling, block_k=min(tiling.block_k, GROUP))
+    return tiling
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ def feed_reference(x: Tensor, scale: Tensor, feed: Feed) -> None:
 
 def linear_reference(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     out: Tensor,
     workspace: Workspace | None = None,
     *,
@@ -118,7 +129,6 @@ def linear_reference(
     eps: float = 0.0,
     epilogue: Epilogue = "store",
     feed: tuple[Tensor, Feed] | None = None,
-    row_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """out = epilogue(x weight^T). x [R, K]; weight [N, K] (for "swiglu" [2 N, K]: gates, then ups); out
@@ -126,17 +136,15 @@ def linear_reference(
 
     With `squares` [R, n] x is a `Feed`'s and the product is multiplied by 1 / sqrt(sum of a row / K + eps). "add" adds
     to out, "swiglu" stores silu(gate) * up. With `feed` (the next norm's scale [N], the Feed to fill) out is prepared
-    for that norm. `row_scale` float32 [rows of weight] multiplies the product: the scales of 8-bit weights.
+    for that norm. The scales of 8-bit weights multiply sums over their inputs; a tile then has at most `GROUP` inputs
+    if there are several to a row.
     """
     inputs = x.float()
     factor = torch.ones(inputs.shape[0], 1, device=x.device)
     if squares is not None:
         mean = squares.sum(-1, keepdim=True) / x.shape[-1]
         factor = torch.rsqrt(mean + eps) / shrink_of(x.dtype)
-    kind = weight.dtype if weight.dtype.itemsize > 1 else torch.bfloat16
-    result = F.linear(inputs.to(kind).float(), weight.float()) * factor
-    if row_scale is not None:
-        result = result * row_scale
+    result = F.linear(inputs.to(weight.dtype).float(), dense_of(weight, torch.float32)) * factor
     if epilogue == "swiglu":
         gate, up = result.chunk(2, dim=-1)
         result = F.silu(gate) * up
@@ -150,7 +158,7 @@ def linear_reference(
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     out: Tensor,
     workspace: Workspace | None = None,
     *,
@@ -158,7 +166,6 @@ def linear(
     eps: float = 0.0,
     epilogue: Epilogue = "store",
     feed: tuple[Tensor, Feed] | None = None,
-    row_scale: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> None:
     """See `linear_reference`; `workspace` is needed where the tiling has several parts."""
@@ -166,9 +173,11 @@ def linear(
     features = out.shape[1]
     paired = epilogue == "swiglu"
     if tiling is None:
-        tiling = choose_tiling(features, inner, weight.dtype.itemsize, paired)
+        tiling = tiling_of(weight, paired)
     assert weight.shape == (features * (1 + paired), inner), f"{weight.shape} {features} {inner}"
     assert tiling.parts == 1 or workspace is not None
+    numbers, row_scale, groups = scales_of(weight)
+    assert groups <= 1 or GROUP % tiling.block_k == 0, "a tile's inputs have one scale"
     if tiling.ahead > inner or inner % 64:  # nothing to gain, and the requests must be aligned
         tiling = replace(tiling, ahead=0)
     blocks = -(-features // tiling.block_n)
@@ -176,22 +185,30 @@ def linear(
     assert feed is None or into.squares.shape[1] == blocks, "a Feed with as many parts as the layer has blocks"
     filler = x  # stands in for an argument that the kernel does not touch
     _linear_kernel[(blocks, -(-rows // 16), tiling.parts)](
-        x, weight, filler if squares is None else squares, filler if row_scale is None else row_scale, out,
+        x, numbers, filler if squares is None else squares, row_scale, out,
         scale, into.scaled, into.squares,
         filler if workspace is None else workspace.sums, filler if workspace is None else workspace.counters,
         rows, eps, N=features, K=inner, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, PARTS=tiling.parts,
         SQUARES=0 if squares is None else squares.shape[1],
         SQUARES_BLOCK=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         SHRINK_IN=shrink_of(x.dtype), SHRINK_OUT=shrink_of(into.scaled.dtype),
-        SCALED=row_scale is not None, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None,
-        NARROW=weight.dtype.itemsize == 1, AHEAD=tiling.ahead,
+        GROUPS=groups, GROUP=GROUP, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None, AHEAD=tiling.ahead,
         INTERPRETED=INTERPRET, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(x.device),
     )  # fmt: skip
 
 
 @triton.jit
+def scaled_by_group(sums, scale, row, group, GROUPS: tl.constexpr):
+    """A tile's product; times its columns' scales (the weight's rows') where these differ from group to group. A tile
+    past the last group holds zeros."""
+    if GROUPS > 1:
+        sums *= tl.load(scale + row * GROUPS + tl.minimum(group, GROUPS - 1))[None, :]
+    return sums
+
+
+@triton.jit
 def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N: tl.constexpr,
-            SQUARES: tl.constexpr, SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
+            SQUARES: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
             SHRINK_OUT: tl.constexpr):  # fmt: skip
     """The epilogue of a tile [16, BLOCK_N] of finished sums."""
     offsets = m[:, None] * N + n[None, :]
@@ -200,7 +217,7 @@ def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, bloc
         gate *= factor[:, None]
         if PAIRED:
             up *= factor[:, None]
-    if SCALED:
+    if GROUPS == 1:
         gate *= tl.load(row_scale + n, n < N, 0.0)[None, :]
         if PAIRED:
             up *= tl.load(row_scale + N + n, n < N, 0.0)[None, :]
@@ -221,7 +238,7 @@ def _linear_kernel(
     x, weight, squares_in, row_scale, out, norm, scaled, squares, sums, counters, rows, eps,
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     SQUARES: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SHRINK_IN: tl.constexpr, SHRINK_OUT: tl.constexpr,
-    SCALED: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr, NARROW: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
     AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -253,7 +270,8 @@ def _linear_kernel(
     gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     for step in range(per_part):
-        k = first + step * BLOCK_K + tl.arange(0, BLOCK_K)
+        start = first + step * BLOCK_K
+        k = start + tl.arange(0, BLOCK_K)
         if K % (BLOCK_K * PARTS) == 0:
             a = tl.load(x + k[None, :], (m < rows)[:, None], 0.0)
             w = tl.load(weight + row[:, None] + k[None, :])
@@ -261,22 +279,22 @@ def _linear_kernel(
             inside = k < K
             a = tl.load(x + k[None, :], (m < rows)[:, None] & inside[None, :], 0.0)
             w = tl.load(weight + row[:, None] + k[None, :], inside[None, :], 0.0)
-        if NARROW:
-            w = w.to(tl.bfloat16)
+        if GROUPS > 0:
+            w = w.to(a.dtype)
         a = a.to(w.dtype)
-        gate += product(a, tl.trans(w), INTERPRETED)
+        gate += scaled_by_group(product(a, tl.trans(w), INTERPRETED), row_scale, n % N, start // GROUP, GROUPS)
         if PAIRED:
             if K % (BLOCK_K * PARTS) == 0:
                 w = tl.load(weight + (N * K + row)[:, None] + k[None, :])
             else:
                 w = tl.load(weight + (N * K + row)[:, None] + k[None, :], (k < K)[None, :], 0.0)
-            if NARROW:
-                w = w.to(tl.bfloat16)
-            up += product(a, tl.trans(w), INTERPRETED)
+            if GROUPS > 0:
+                w = w.to(a.dtype)
+            up += scaled_by_group(product(a, tl.trans(w), INTERPRETED), row_scale, N + n % N, start // GROUP, GROUPS)
 
     if PARTS == 1:
         _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N,
-                SQUARES, SCALED, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
+                SQUARES, GROUPS, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
     else:
         # The parts' sums go to memory; the last program to arrive adds them up in their order.
         width: tl.constexpr = N * (2 if PAIRED else 1)
@@ -296,5 +314,5 @@ def _linear_kernel(
                 if PAIRED:
                     up += tl.load(spot + other * stride + N, mask, 0.0)
             _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N,
-                    SQUARES, SCALED, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
+                    SQUARES, GROUPS, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
             tl.store(counter, 0)

@@ -37,6 +37,8 @@ from surefoot.kernels.fused.launch import (
     product,
     wait_for_inputs,
 )
+from surefoot.kernels.fused.linear import Feed, feed_reference, scaled_by_group, shrink_of
+from surefoot.kernels.quantise import GROUP, Weight, dense_of, scales_of
 
 ROUTE_EXPERTS = 16  # router rows of a program: the narrowest tile product
 WIDTH_BLOCK = 16  # gate rows, and as many up rows, of a program
@@ -80,47 +82,26 @@ def moe_workspace(
         act=empty(rows, choices, width, dtype=dtype),
         partial=empty(rows, choices, hidden),
         routed=torch.zeros(triton.cdiv(rows, TILE_ROWS.value), dtype=torch.int32, device=device),
-        summed=torch.zeros(triton.cdiv(hidden, HIDDEN_BLOCK), dtype=torch.int32, device=device),
+        summed=torch.zeros(feed_parts(hidden), dtype=torch.int32, device=device),
     )
 
 
-def pack_experts(
-    gate_up: Tensor, down: Tensor, shared_gate: Tensor, shared_up: Tensor, shared_down: Tensor
-) -> tuple[Tensor, Tensor]:
-    """gate_up [E, 2 * Im, H], down [E, H, Im], shared_gate and shared_up [Is, H], shared_down [H, Is] ->
-    gate_up [E + 1, 2 * I, H] and down [E + 1, H, I], I = max(Im, Is), the narrower kind padded with zeros.
-
-    A zero gate or up row gives a zero activation, so padding changes no sum.
-    """
-    experts, hidden, width = down.shape
-    shared = shared_down.shape[1]
-    wide = max(width, shared)
-    packed = gate_up.new_empty(experts + 1, 2, wide, hidden)
-    packed[:experts, :, :width] = gate_up.view(experts, 2, width, hidden)
-    packed[:experts, :, width:] = 0
-    packed[experts, 0, :shared] = shared_gate
-    packed[experts, 1, :shared] = shared_up
-    packed[experts, :, shared:] = 0
-    packed_down = down.new_empty(experts + 1, hidden, wide)
-    packed_down[:experts, :, :width] = down
-    packed_down[:experts, :, width:] = 0
-    packed_down[experts, :, :shared] = shared_down
-    packed_down[experts, :, shared:] = 0
-    return packed.view(experts + 1, 2 * wide, hidden), packed_down
+def feed_parts(hidden: int) -> int:
+    """How many sums of squares of a row `moe` leaves in a `Feed`."""
+    return -(-hidden // HIDDEN_BLOCK)
 
 
 def moe_reference(
     x: Tensor,
     scale: Tensor,
     router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     workspace: MoEWorkspace,
     *,
     top_k: int,
     eps: float,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
+    feed: tuple[Tensor, Feed] | None = None,
 ) -> None:
     """What `moe` computes, the workspace's `logits` and counters left alone."""
     rows = x.shape[0]
@@ -132,17 +113,13 @@ def moe_reference(
     weight = best[:, :top_k].gather(1, order)
     weight = torch.cat([weight / weight.sum(-1, keepdim=True), logits[:, -1:].sigmoid()], dim=1)
     chosen = F.pad(chosen, (0, 1), value=router.shape[0] - 1)
+    all_gate_up, all_down = dense_of(gate_up, torch.float32), dense_of(down, torch.float32)
     act, partial = workspace.act[:rows], workspace.partial[:rows]
     for expert in chosen.unique().tolist():
         row, rank = (chosen == expert).nonzero(as_tuple=True)
-        both = normed[row].float() @ gate_up[expert].float().T
-        if gate_up_scale is not None:
-            both = both * gate_up_scale[expert]
-        gate, up = both.chunk(2, dim=-1)
+        gate, up = (normed[row].float() @ all_gate_up[expert].T).chunk(2, dim=-1)
         act[row, rank] = (F.silu(gate) * up).to(dtype)
-        out = act[row, rank].float() @ down[expert].float().T
-        if down_scale is not None:
-            out = out * down_scale[expert]
+        out = act[row, rank].float() @ all_down[expert].T
         partial[row, rank] = out * weight[row, rank].unsqueeze(-1)
     workspace.normed[:rows] = normed
     workspace.chosen[:rows] = chosen
@@ -151,30 +128,34 @@ def moe_reference(
     for rank in range(top_k + 1):
         total += partial[:, rank]
     x += total
+    if feed is not None:
+        feed_reference(x, *feed)
 
 
 def moe(
     x: Tensor,
     scale: Tensor,
     router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     workspace: MoEWorkspace,
     *,
     top_k: int,
     eps: float,
-    gate_up_scale: Tensor | None = None,
-    down_scale: Tensor | None = None,
+    feed: tuple[Tensor, Feed] | None = None,
 ) -> None:
     """x += experts(norm(x)), in place: x [R, H] float32, the residual stream; R at most the workspace's rows.
 
     scale [H] float32 is 1 + w of the RMS norm. router [E + 1, H] is in the activations' dtype, its last row the shared
     expert's gate. The top_k largest of E logits are chosen, the lowest expert first among equals, and weighted by the
     softmax over the chosen, which is the softmax over all renormalised. gate_up [E + 1, 2 * I, H] (gate rows first) and
-    down [E + 1, H, I] are `pack_experts`' and in the activations' dtype, or float8_e4m3fn with gate_up_scale
-    [E + 1, 2 * I] and down_scale [E + 1, H] float32, factors of their rows. All contiguous.
+    down [E + 1, H, I] are `pack_experts`', of the activations' dtype or standing for it in 8 bits. All contiguous.
+
+    With `feed` (the next norm's scale [H], the Feed to fill, of `feed_parts` squares) x is prepared for that norm.
     """
     rows, hidden = x.shape
+    next_scale, into = feed if feed is not None else (x, Feed(x, x))
+    assert feed is None or into.squares.shape[1] == feed_parts(hidden), "a Feed with as many parts as H has blocks"
     experts = router.shape[0] - 1
     options = launch_options(x.device)
     _route(x, scale, router, workspace, top_k, eps)
@@ -194,6 +175,9 @@ def moe(
         "INTERPRETED": INTERPRET,
     }
     full = dtype == torch.float32
+    gate_up, gate_up_scale, gate_up_groups = scales_of(gate_up)
+    down, down_scale, down_groups = scales_of(down)
+    step, down_step = NARROW if full else 2 * WIDTH_SPAN // gate_up.element_size(), _span(width, dtype)
     _gate_up_kernel[(triton.cdiv(width, WIDTH_BLOCK), slots)](
         workspace.normed,
         workspace.chosen,
@@ -201,15 +185,16 @@ def moe(
         gate_up_scale,
         workspace.act,
         rows,
-        SCALED=gate_up_scale is not None,
+        GROUPS=gate_up_groups,
+        GROUP=GROUP,
         BLOCK_I=WIDTH_BLOCK,
-        BLOCK_K=NARROW if full else 2 * WIDTH_SPAN // gate_up.element_size(),
+        BLOCK_K=min(step, GROUP) if gate_up_groups > 1 else step,
         num_warps=4,
         num_stages=3 if full else 5,  # four of 12 KB in flight: four programs fit a multiprocessor, 288 are one wave
         **shape,
         **options,
     )
-    _down_kernel[(triton.cdiv(hidden, HIDDEN_BLOCK), slots)](
+    _down_kernel[(feed_parts(hidden), slots)](
         workspace.act,
         workspace.chosen,
         workspace.weight,
@@ -217,11 +202,17 @@ def moe(
         down_scale,
         workspace.partial,
         x,
+        next_scale,
+        into.scaled,
+        into.squares,
         workspace.summed,
         rows,
-        SCALED=down_scale is not None,
+        GROUPS=down_groups,
+        GROUP=GROUP,
+        FEED=feed is not None,
+        SHRINK=shrink_of(into.scaled.dtype),
         BLOCK_H=HIDDEN_BLOCK,
-        BLOCK_K=_span(width, dtype),
+        BLOCK_K=min(down_step, GROUP) if down_groups > 1 else down_step,
         num_warps=4,
         num_stages=2,
         **shape,
@@ -445,7 +436,8 @@ def _gate_up_kernel(
     CHOICES_PADDED: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BY_EXPERT: tl.constexpr,
-    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -461,6 +453,7 @@ def _gate_up_kernel(
     column = tl.arange(0, 2 * BLOCK_I)
     i = tl.program_id(0) * BLOCK_I + column // 2
     line = expert.to(tl.int64) * (2 * I) + (column % 2) * I + i
+    factor = tl.where(i < I, line, 0)  # the row whose scales are read: some row, where there is none
     for tile in range(_tiles(ranks, ROWS_PADDED)):
         row, rank, valid = _members(ranks, tile, ROWS_PADDED)
         total = tl.zeros([TILE_ROWS, 2 * BLOCK_I], tl.float32)
@@ -468,9 +461,10 @@ def _gate_up_kernel(
             k = start + tl.arange(0, BLOCK_K)
             a = tl.load(normed + row[:, None] * H + k[None, :], mask=valid[:, None] & (k[None, :] < H), other=0.0)
             w = tl.load(gate_up + line[None, :] * H + k[:, None], mask=(i[None, :] < I) & (k[:, None] < H), other=0.0)
-            total += product(a, w.to(a.dtype), INTERPRETED)
-        if SCALED:
-            total *= tl.load(gate_up_scale + line, mask=i < I, other=0.0)[None, :]
+            one = product(a, w.to(a.dtype), INTERPRETED)
+            total += scaled_by_group(one, gate_up_scale, factor, start // GROUP, GROUPS)
+        if GROUPS == 1:
+            total *= tl.load(gate_up_scale + factor)[None, :]
         gate, up = tl.split(tl.reshape(total, [TILE_ROWS, BLOCK_I, 2]))
         out = gate * tl.sigmoid(gate) * up
         j = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -487,6 +481,9 @@ def _down_kernel(
     down_scale,
     partial,
     x,
+    norm,
+    scaled,
+    squares,
     arrived,
     rows,
     H: tl.constexpr,
@@ -496,7 +493,10 @@ def _down_kernel(
     CHOICES_PADDED: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BY_EXPERT: tl.constexpr,
-    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FEED: tl.constexpr,
+    SHRINK: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -510,6 +510,7 @@ def _down_kernel(
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     k = tl.arange(0, BLOCK_K)
     line = expert.to(tl.int64) * H + h
+    factor = tl.where(h < H, line, 0)  # the row whose scales are read: some row, where there is none
     wanted = h[None, :] < tl.where(runs, H, 0)
     head = tl.load(down + line[None, :] * I + k[:, None], mask=wanted & (k[:, None] < I), other=0.0)
     wait_for_inputs(DEPENDENT)
@@ -518,7 +519,7 @@ def _down_kernel(
             row, rank, valid = _members(ranks, tile, ROWS_PADDED)
             choice = row * (TOP_K + 1) + rank
             a = tl.load(act + choice[:, None] * I + k[None, :], mask=valid[:, None] & (k[None, :] < I), other=0.0)
-            total = product(a, head.to(a.dtype), INTERPRETED)
+            total = scaled_by_group(product(a, head.to(a.dtype), INTERPRETED), down_scale, factor, 0, GROUPS)
             for start in range(BLOCK_K, I, BLOCK_K):
                 column = start + k
                 a = tl.load(
@@ -527,9 +528,10 @@ def _down_kernel(
                     other=0.0,
                 )
                 w = tl.load(down + line[None, :] * I + column[:, None], mask=wanted & (column[:, None] < I), other=0.0)
-                total += product(a, w.to(a.dtype), INTERPRETED)
-            if SCALED:
-                total *= tl.load(down_scale + line, mask=h < H, other=0.0)[None, :]
+                one = product(a, w.to(a.dtype), INTERPRETED)
+                total += scaled_by_group(one, down_scale, factor, start // GROUP, GROUPS)
+            if GROUPS == 1:
+                total *= tl.load(down_scale + factor)[None, :]
             total *= tl.load(weight + choice, mask=valid, other=0.0)[:, None]
             tl.store(partial + choice[:, None] * H + h[None, :], total, mask=valid[:, None] & (h[None, :] < H))
 
@@ -542,6 +544,12 @@ def _down_kernel(
             for rank in tl.static_range(TOP_K + 1):
                 place = (row * (TOP_K + 1) + rank)[:, None] * H + h[None, :]
                 total += tl.load(partial + place, mask=inside, other=0.0, cache_modifier=".cg")
-            residual = x + row[:, None] * H + h[None, :]
-            tl.store(residual, tl.load(residual, mask=inside, other=0.0) + total, mask=inside)
+            place = row[:, None] * H + h[None, :]
+            total += tl.load(x + place, mask=inside, other=0.0)
+            tl.store(x + place, total, mask=inside)
+            if FEED:
+                part = squares + row * tl.num_programs(0) + tl.program_id(0)
+                tl.store(part, tl.sum(total * total, axis=1), mask=row < rows)
+                total *= tl.load(norm + h, mask=h < H, other=0.0)[None, :] * SHRINK
+                tl.store(scaled + place, total.to(scaled.dtype.element_ty), mask=inside)
         tl.store(arrived + tl.program_id(0), 0)
