@@ -48,7 +48,7 @@ class Engine:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
     ) -> None:
-        if not has_all(target, TARGET_PARTS):
+        if not isinstance(target, RunsItself) and not has_all(target, TARGET_PARTS):
             raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
         check_drafter(drafter, ())
         device = target.decoder.device if isinstance(target, (DecoderTarget, RunsItself)) else torch.device("cpu")
