@@ -207,9 +207,9 @@ def scaled_by_group(sums, scale, row, group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N: tl.constexpr,
-            SQUARES: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
-            SHRINK_OUT: tl.constexpr):  # fmt: skip
+def _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, block, blocks, m, n, rows,
+            N: tl.constexpr, SQUARES: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr,
+            FEED: tl.constexpr):  # fmt: skip
     """The epilogue of a tile [16, BLOCK_N] of finished sums."""
     offsets = m[:, None] * N + n[None, :]
     mask = (m < rows)[:, None] & (n < N)[None, :]
@@ -224,13 +224,12 @@ def _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, bloc
     if PAIRED:
         gate = silu(gate) * up
     if ADD:
-        gate += tl.load(out + offsets, mask, 0.0).to(tl.float32)
+        gate += before
     tl.store(out + offsets, gate.to(out.dtype.element_ty), mask)
     if FEED:
         gate = tl.where(mask, gate, 0.0)
         tl.store(squares + m * blocks + block, tl.sum(gate * gate, axis=1), m < rows)
-        gate *= tl.load(norm + n, n < N, 0.0)[None, :] * SHRINK_OUT
-        tl.store(scaled + offsets, gate.to(scaled.dtype.element_ty), mask)
+        tl.store(scaled + offsets, (gate * gain[None, :]).to(scaled.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])  # one binary for any number of rows
@@ -260,13 +259,20 @@ def _linear_kernel(
         prefetch(ahead, size, DEPENDENT)
         if PAIRED:
             prefetch(ahead + N * K, size, DEPENDENT)
+    gain = tl.zeros((BLOCK_N,), tl.float32)
+    if FEED:
+        gain = tl.load(norm + n, n < N, 0.0) * SHRINK_OUT
     wait_for_inputs(DEPENDENT)
 
-    factor = tl.zeros((TILE_ROWS,), tl.float32)
+    # What the epilogue needs is asked for now, so that it does not wait for it then.
+    mask = (m < rows)[:, None] & (n < N)[None, :]
+    at = tl.arange(0, SQUARES_BLOCK)
+    square = tl.zeros((TILE_ROWS, SQUARES_BLOCK), tl.float32)
     if SQUARES > 0:
-        at = tl.arange(0, SQUARES_BLOCK)
         square = tl.load(squares_in + m[:, None] * SQUARES + at[None, :], (m < rows)[:, None] & (at < SQUARES), 0.0)
-        factor = tl.rsqrt(tl.sum(square, axis=1) / K + eps) / SHRINK_IN
+    before = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
+    if ADD:
+        before = tl.load(out + m[:, None] * N + n[None, :], mask, 0.0).to(tl.float32)
     gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     for step in range(per_part):
@@ -292,13 +298,15 @@ def _linear_kernel(
                 w = w.to(a.dtype)
             up += scaled_by_group(product(a, tl.trans(w), INTERPRETED), row_scale, N + n % N, start // GROUP, GROUPS)
 
+    factor = tl.zeros((TILE_ROWS,), tl.float32)
+    if SQUARES > 0:
+        factor = tl.rsqrt(tl.sum(square, axis=1) / K + eps) / SHRINK_IN
     if PARTS == 1:
-        _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N,
-                SQUARES, GROUPS, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
+        _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, block, blocks, m, n, rows, N,
+                SQUARES, GROUPS, PAIRED, ADD, FEED)  # fmt: skip
     else:
         # The parts' sums go to memory; the last program to arrive adds them up in their order.
         width: tl.constexpr = N * (2 if PAIRED else 1)
-        mask = (m < rows)[:, None] & (n < N)[None, :]
         spot = sums + m[:, None] * width + n[None, :]
         stride = tl.num_programs(1) * TILE_ROWS * width
         tl.store(spot + part * stride, gate, mask)
@@ -313,6 +321,6 @@ def _linear_kernel(
                 gate += tl.load(spot + other * stride, mask, 0.0)
                 if PAIRED:
                     up += tl.load(spot + other * stride + N, mask, 0.0)
-            _finish(gate, up, factor, row_scale, out, norm, scaled, squares, block, blocks, m, n, rows, N,
-                    SQUARES, GROUPS, PAIRED, ADD, FEED, SHRINK_OUT)  # fmt: skip
+            _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, block, blocks, m, n, rows, N,
+                    SQUARES, GROUPS, PAIRED, ADD, FEED)  # fmt: skip
             tl.store(counter, 0)
