@@ -186,7 +186,7 @@ class FusedBlock:
         rows, scratch = x.shape[0], self._scratch
         merged = scratch.take("merged", rows, self._in.shape[0])
         mixed = scratch.take("mixed", rows, self._out.shape[1])
-        linear(fed.scaled, self._in, merged, scratch.sums, squares=fed.squares, eps=self._eps)
+        linear(fed.scaled, self._in, merged, scratch.sums, squares=fed.squares, eps=self._eps, early=True)
         self._mixer(merged, mixed, slots, start, window)
         between = self._ffn.asks(rows, parts_of(self._out))
         linear(mixed, self._out, x, scratch.sums, epilogue="add", feed=between)

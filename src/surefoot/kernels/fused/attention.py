@@ -22,6 +22,7 @@ from surefoot.kernels.fused.launch import (
     INTERPRET,
     TILE_ROWS,
     launch_options,
+    let_next_start,
     product,
     wait_for_inputs,
 )
@@ -236,6 +237,7 @@ def _split_kernel(
     row = (sequence * window + offset).to(tl.int64)
 
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     slot = tl.load(slots + sequence).to(tl.int64)
     start = tl.load(length + slot, mask=slot >= 0, other=max_len)
     position = start + offset
@@ -311,6 +313,7 @@ def _join_kernel(
     dims = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
 
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     slot = tl.load(slots + row // window).to(tl.int64)
     position = tl.load(length + slot, mask=slot >= 0, other=max_len) + row % window
     valid = position < max_len

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import TILE_ROWS, launch_options, sigmoid, silu, wait_for_inputs
+from surefoot.kernels.fused.launch import TILE_ROWS, launch_options, let_next_start, sigmoid, silu, wait_for_inputs
 
 UNIT_EPS = 1e-6  # of the keys' and queries' norm: inside the root, beside the sum
 BLOCK_V = 8  # columns of the state of a program: 32 bytes of each row, the least that memory delivers
@@ -284,6 +284,7 @@ def _delta_kernel(
         keeps = block == 0
         fills = keeps & (head % RATIO == 0)
         wait_for_inputs(DEPENDENT)
+        let_next_start(DEPENDENT)
 
         logit = merged + CHANNELS + VALUE_HEADS * DV + head
         raw_k = tl.load(merged + key_channel)
@@ -342,6 +343,7 @@ def _delta_kernel(
                 tl.store(out + i[:, None] * (VALUE_HEADS * DV) + column[None, :], o.to(out.dtype.element_ty), there)
     else:
         wait_for_inputs(DEPENDENT)
+        let_next_start(DEPENDENT)
         nothing = tl.zeros((BLOCK,), tl.float32).to(out.dtype.element_ty)
         for t in range(window):
             tl.store(out + t * (VALUE_HEADS * DV) + at_v, nothing)

@@ -2,9 +2,13 @@
 
 Kernels of one step follow one another at microseconds' distance, so each is launched before its predecessor has ended
 (programmatic dependent launch: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"). A
-kernel lets its successor start once it has itself passed `wait_for_inputs`. So while a kernel runs ahead of its wait,
-every kernel but its immediate predecessor has ended: it may read weights, and whatever older kernels wrote, but must
-wait before it reads what the predecessor wrote or writes what the predecessor reads.
+kernel calls `wait_for_inputs`, and then, not before, `let_next_start`. So while a kernel runs ahead of its wait, every
+kernel but its immediate predecessor has ended: it may read weights, and whatever older kernels wrote, but must wait
+before it reads what the predecessor wrote or writes what the predecessor reads.
+
+Small kernels let the next one start at once. One that fills the card does so at its end: programs of the next kernel
+that find room beside it would crowd together where it happens to be, and finish late (9B, one token: 5.05 ms a pass
+against 4.39 without dependent launch, on an H200).
 
 Without a GPU the same kernels run in Triton's interpreter (TRITON_INTERPRET=1 before the import), one program after
 another; it knows neither dependent launch nor 16-bit products.
@@ -36,9 +40,15 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Return once every earlier kernel has ended and its writes can be seen; then let the next one start."""
+    """Return once every earlier kernel has ended and its writes can be seen."""
     if DEPENDENT:
         gdc_wait()
+
+
+@triton.jit
+def let_next_start(DEPENDENT: tl.constexpr):
+    """Allow the next kernel of the stream to start once all programs of this one have come here, or ended."""
+    if DEPENDENT:
         gdc_launch_dependents()
 
 

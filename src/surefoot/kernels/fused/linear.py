@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import INTERPRET, TILE_ROWS, launch_options, prefetch, product, silu, wait_for_inputs
+from surefoot.kernels.fused.launch import (
+    INTERPRET,
+    TILE_ROWS,
+    launch_options,
+    let_next_start,
+    prefetch,
+    product,
+    silu,
+    wait_for_inputs,
+)
 from surefoot.kernels.quantise import GROUP, Quantised, Weight, dense_of, scales_of
 
 Epilogue = Literal["store", "add", "swiglu"]
@@ -129,6 +138,7 @@ def linear_reference(
     eps: float = 0.0,
     epilogue: Epilogue = "store",
     feed: tuple[Tensor, Feed] | None = None,
+    early: bool = False,
     tiling: Tiling | None = None,
 ) -> None:
     """out = epilogue(x weight^T). x [R, K]; weight [N, K] (for "swiglu" [2 N, K]: gates, then ups); out
@@ -136,8 +146,8 @@ def linear_reference(
 
     With `squares` [R, n] x is a `Feed`'s and the product is multiplied by 1 / sqrt(sum of a row / K + eps). "add" adds
     to out, "swiglu" stores silu(gate) * up. With `feed` (the next norm's scale [N], the Feed to fill) out is prepared
-    for that norm. The scales of 8-bit weights multiply sums over their inputs; a tile then has at most `GROUP` inputs
-    if there are several to a row.
+    for that norm. `early` lets the next kernel, a small one, start beside this one. The scales of 8-bit weights
+    multiply sums over their inputs; a tile then has at most `GROUP` inputs if there are several to a row.
     """
     inputs = x.float()
     factor = torch.ones(inputs.shape[0], 1, device=x.device)
@@ -166,6 +176,7 @@ def linear(
     eps: float = 0.0,
     epilogue: Epilogue = "store",
     feed: tuple[Tensor, Feed] | None = None,
+    early: bool = False,
     tiling: Tiling | None = None,
 ) -> None:
     """See `linear_reference`; `workspace` is needed where the tiling has several parts."""
@@ -192,8 +203,9 @@ def linear(
         SQUARES=0 if squares is None else squares.shape[1],
         SQUARES_BLOCK=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         SHRINK_IN=shrink_of(x.dtype), SHRINK_OUT=shrink_of(into.scaled.dtype),
-        GROUPS=groups, GROUP=GROUP, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None, AHEAD=tiling.ahead,
-        INTERPRETED=INTERPRET, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(x.device),
+        GROUPS=groups, GROUP=GROUP, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None,
+        AHEAD=tiling.ahead, EARLY=early, INTERPRETED=INTERPRET, num_warps=tiling.warps, num_stages=tiling.stages,
+        **launch_options(x.device),
     )  # fmt: skip
 
 
@@ -238,7 +250,7 @@ def _linear_kernel(
     N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     SQUARES: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SHRINK_IN: tl.constexpr, SHRINK_OUT: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
-    AHEAD: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     blocks = tl.num_programs(0)
@@ -263,6 +275,8 @@ def _linear_kernel(
     if FEED:
         gain = tl.load(norm + n, n < N, 0.0) * SHRINK_OUT
     wait_for_inputs(DEPENDENT)
+    if EARLY:
+        let_next_start(DEPENDENT)
 
     # What the epilogue needs is asked for now, so that it does not wait for it then.
     mask = (m < rows)[:, None] & (n < N)[None, :]
@@ -298,6 +312,8 @@ def _linear_kernel(
                 w = w.to(a.dtype)
             up += scaled_by_group(product(a, tl.trans(w), INTERPRETED), row_scale, N + n % N, start // GROUP, GROUPS)
 
+    if not EARLY:
+        let_next_start(DEPENDENT)
     factor = tl.zeros((TILE_ROWS,), tl.float32)
     if SQUARES > 0:
         factor = tl.rsqrt(tl.sum(square, axis=1) / K + eps) / SHRINK_IN

@@ -34,6 +34,7 @@ from surefoot.kernels.fused.launch import (
     INTERPRET,
     TILE_ROWS,
     launch_options,
+    let_next_start,
     product,
     wait_for_inputs,
 )
@@ -289,6 +290,7 @@ def _route_kernel(
     w = tl.load(router + expert[None, :] * H + k[:, None], mask=(expert[None, :] <= E) & (k[:, None] < H), other=0.0)
     gain = tl.load(scale + k, mask=k < H, other=0.0)
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
 
     row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     squares = tl.zeros([TILE_ROWS, BLOCK_K], tl.float32)
@@ -445,6 +447,7 @@ def _gate_up_kernel(
 ):
     """Reads BLOCK_I gate rows and as many up rows of one expert, whole, and its rows of `normed`, for every tile."""
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     # Only now: the next kernel reads `chosen` before its own wait, so it may start once `chosen` is there.
     expert, ranks, runs = _slot(chosen, tl.program_id(1), rows, E, TOP_K, CHOICES_PADDED, ROWS_PADDED, BY_EXPERT)
     if not runs:
@@ -535,6 +538,7 @@ def _down_kernel(
             total *= tl.load(weight + choice, mask=valid, other=0.0)[:, None]
             tl.store(partial + choice[:, None] * H + h[None, :], total, mask=valid[:, None] & (h[None, :] < H))
 
+    let_next_start(DEPENDENT)
     tl.debug_barrier()  # every thread's stores come before the arrival
     if tl.atomic_add(arrived + tl.program_id(0), 1) == tl.num_programs(1) - 1:
         for first in range(0, rows, TILE_ROWS):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
+from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
 
 _BLOCK = 1024  # positions compared by one program
 AFTER_ONE = 3  # tokens copied after a match of a single token, as the host's drafter does
@@ -143,6 +143,7 @@ def _match_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     block, sequence = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + sequence)
     if slot < 0:
@@ -185,6 +186,7 @@ def _copy_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     sequence = tl.program_id(0)
     slot = tl.load(slots_ptr + sequence)
     place = tl.arange(0, COLUMNS)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
+from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
 from surefoot.kernels.fused.linear import Feed, feed_reference, shrink_of
 
 
@@ -139,6 +139,7 @@ def _embed_kernel(table, slots, length, tokens, drafts, start, out, scale, scale
                   WINDOW: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
                   SHRINK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     row = tl.program_id(0)
     token = _token(slots, length, tokens, drafts, start, row, 0, WINDOW, K, LENGTH)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -163,6 +164,7 @@ def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, emb
     at = tl.arange(0, BLOCK)
     inside = at < H
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     if half == 0:
         token = _token(slots, length, tokens, drafts, start, row, 1, WINDOW, K, LENGTH)
         x = tl.load(table + token * H + at, inside, 0.0).to(tl.float32)
@@ -181,6 +183,7 @@ def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, WINDOW: tl.cons
     inside = at < H
     factor = tl.load(scale + at, inside, 0.0)
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     into_narrow = row
     if PICK:
         kept = tl.load(count + tl.maximum(tl.load(slots + row), 0))

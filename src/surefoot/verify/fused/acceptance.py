@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from surefoot.kernels.fused.launch import launch_options, wait_for_inputs
+from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
 from surefoot.types import Draft
 from surefoot.verify.acceptance import accept_exact, verify
 from surefoot.verify.fused.sampling import (
@@ -406,6 +406,7 @@ def _judge_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     sequence = tl.program_id(0)
     slot = tl.load(slots_ptr + sequence)
     if slot < 0:
@@ -496,6 +497,7 @@ def _residual_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     block, sequence = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + sequence)
     if slot < 0:
@@ -574,6 +576,7 @@ def _commit_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     sequence = tl.program_id(0)
     slot = tl.load(slots_ptr + sequence)
     place = tl.arange(0, PLACES)

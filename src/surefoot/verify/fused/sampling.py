@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from surefoot.kernels.fused.launch import INTERPRET, launch_options, wait_for_inputs
+from surefoot.kernels.fused.launch import INTERPRET, launch_options, let_next_start, wait_for_inputs
 from surefoot.sampling import SamplingParams
 from surefoot.verify.acceptance import choose as choose_on_host
 from surefoot.verify.acceptance import draft_token
@@ -494,6 +494,7 @@ def _largest_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row // window)
     if slot < 0:
@@ -539,6 +540,7 @@ def _best_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row // window)
     if slot < 0:
@@ -594,6 +596,7 @@ def _conclude_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row // window)
     if slot < 0:
@@ -714,6 +717,7 @@ def _border_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_inputs(DEPENDENT)
+    let_next_start(DEPENDENT)
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row // window)
     if slot < 0:
