@@ -51,9 +51,7 @@ class Library:
         weights = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
         return cls(
-            model.from_pretrained(
-                None, config=text_config(**raw), state_dict=weights, dtype=dtype, device_map=device
-            )
+            model.from_pretrained(None, config=text_config(**raw), state_dict=weights, dtype=dtype, device_map=device)
         )
 
     def generate(self, prompts: Seq[Seq[int]], count: int) -> tuple[list[list[int]], float]:
