@@ -38,7 +38,7 @@ Outputs = list[list[int]]  # by prompt
 
 
 def check_outputs(found: Mapping[str, Outputs]) -> None:
-    """Compare every method's tokens with plain's. Raises NotLosslessError naming every method and prompt that differ."""
+    """Compare every method's tokens with plain's. Raises NotLosslessError naming all that differ."""
     differing = [
         f"{name}, prompt {number}: token {first}"
         for name, outputs in found.items()

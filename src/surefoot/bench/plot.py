@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.bench.report import Report
-from surefoot.bench.show import label
 from surefoot.errors import InputError
 
 COLOURS = {"none": "#5f6368", "ngram": "#e8a33d", "mtp": "#2f7ed8", "mtp+ngram": "#3a9e5c", "": "#9aa0a6"}
@@ -43,7 +42,7 @@ def _speeds(axes: Any, report: Report) -> None:
     middle = [row.tokens_per_second.median for row in rows]
     below = [row.tokens_per_second.median - row.tokens_per_second.least for row in rows]
     above = [row.tokens_per_second.most - row.tokens_per_second.median for row in rows]
-    bars = axes.barh([label(row) for row in rows], middle, xerr=[below, above], ecolor="#202124",
+    bars = axes.barh([row.name for row in rows], middle, xerr=[below, above], ecolor="#202124",
                      color=[COLOURS[row.drafter] for row in rows])  # fmt: skip
     axes.bar_label(bars, [f"{row.tokens_per_second.median:.0f}  (×{row.to_plain:.2f})" for row in rows], padding=8,
                    fontsize=8)  # fmt: skip

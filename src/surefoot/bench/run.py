@@ -57,8 +57,8 @@ def no_stage(label: str) -> AbstractContextManager[Advance]:
 
 
 def run(settings: Settings, stage: Stage = no_stage) -> Report:
-    """Do all of it. Raises InputError for what was asked, CheckpointError for the files, NotLosslessError, in which case
-    nothing has been timed."""
+    """Do all of it. Raises InputError for what was asked, CheckpointError for the files, NotLosslessError:
+    then nothing has been timed."""
     if settings.against is not None:
         require_transformers()
     watch = Watch()
@@ -160,7 +160,7 @@ class Bench:
             actions[LIBRARY]()  # warms up
         for name, engine in self.engines.items():
             actions[name] = partial(decode, engine, self.prompts, self.params)
-        synthetic = {f"{name} (synthetic)": name for name in self._synthetic()}
+        synthetic = {f"{name} (synthetic acceptance)": name for name in self._synthetic()}
         for name, method in synthetic.items():
             shares = self.settings.synthetic_acceptance[: self.methods[method].depth]
             actions[name] = partial(measure_synthetic, self.engines[method], shares, self.prompts, self.params)

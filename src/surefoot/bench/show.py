@@ -8,7 +8,6 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from surefoot.bench.measure import Row
 from surefoot.bench.report import Report
 from surefoot.bench.turns import Spread
 
@@ -78,18 +77,13 @@ def _speeds(report: Report) -> Table:
         spread = row.tokens_per_second
         ratio = [] if row.to_library is None else [f"{row.to_library:.2f}"]
         table.add_row(
-            label(row), f"{spread.median:.1f}", _ends(spread, 1), f"{row.to_plain:.2f}", *ratio,
+            row.name, f"{spread.median:.1f}", _ends(spread, 1), f"{row.to_plain:.2f}", *ratio,
             f"{row.tokens_per_step:.2f}", " ".join(f"{share:.2f}" for share in row.kept_by_position),
             *(f"{row.seconds[name]:.2f}" if row.seconds[name] else "" for name in ("draft_s", "verify_s", "commit_s")),
         )  # fmt: skip
     rounds = report.config["rounds"]
     table.caption = f"medians of {rounds} rounds in which all took turns; decoding alone, the prompt's reading left out"
     return table
-
-
-def label(row: Row) -> str:
-    """The row's name; says so if its drafts were kept by decree."""
-    return f"{row.name}, synthetic acceptance" if row.synthetic else row.name
 
 
 def _table(first: str, *others: str) -> Table:

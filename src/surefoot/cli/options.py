@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -121,10 +121,7 @@ class BenchOptions:
     plot: Annotated[Path | None, _option("--plot", help="Draw speeds and passes here.", panel=OUTPUT)] = None
 
 
-Given = TypeVar("Given", Options, BenchOptions)
-
-
-def takes(kind: type[Given]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(kind: type[Options] | type[BenchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""
     hints = get_type_hints(kind, include_extras=True)
