@@ -21,10 +21,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import demo, report, shapes
-from benchmarks.machine import ROOT
+from benchmarks.checkout import ROOT
+from surefoot.bench.lossless import NotLosslessError
 from surefoot.engine.engine import DTYPES
 
-PROMPTS = ROOT / "benchmarks" / "prompts" / "heldout.jsonl"
+PROMPTS = ROOT / "src" / "surefoot" / "bench" / "heldout.jsonl"
 
 
 def parse_args() -> argparse.Namespace:
@@ -67,10 +68,13 @@ def main() -> None:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     sections = []
-    with torch.inference_mode():
-        for section in measure(args):
-            sections.append(section)
-            print(report.render(section) + "\n", flush=True)
+    try:
+        with torch.inference_mode():
+            for section in measure(args):
+                sections.append(section)
+                print(report.render(section) + "\n", flush=True)
+    except NotLosslessError as error:
+        raise SystemExit(str(error)) from error
     if args.json is not None:
         report.save(args.json, sections)
     if args.page is not None:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
-from benchmarks import reference
-from benchmarks.machine import Watch
-from benchmarks.report import Demo, Row, median_ratio, speedup_model
-from benchmarks.steps import time_steps
+import torch
+
+from benchmarks import checkout
+from benchmarks.report import Demo, Row, speedup_model
 from surefoot import Engine, SamplingParams
-from surefoot.engine.drafting import build_drafter
+from surefoot.bench.library import Library
+from surefoot.bench.machine import Watch
+from surefoot.bench.measure import kept_shares
+from surefoot.bench.passes import EagerPasses
+from surefoot.bench.turns import median_ratio, take_turns
 from surefoot.engine.engine import DTYPES
+from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.stats import Stats
-from surefoot.engine.target import DecoderTarget
-from surefoot.loading.checkpoint import find_model, load_checkpoint
-from surefoot.model import Decoder, MTPHead
+from surefoot.loading.checkpoint import find_model
 
 PLAIN, LIBRARY = "plain", "transformers"
 MTP_LENGTHS = range(1, 7)
@@ -59,33 +59,29 @@ Round = dict[str, list[Sample]]  # by setting, one sample per prompt
 class Bench:
     """One model twice, ours under every setting (all on one target) and theirs."""
 
-    target: DecoderTarget
-    head: MTPHead
+    model: LoadedModel
     engines: dict[str, Engine]
-    library: Any
+    library: Library
     params: SamplingParams
 
     @classmethod
     def load(cls, model: str, dtype: str, tokens: int, max_len: int) -> Bench:
-        folder = find_model(model)
-        checkpoint = load_checkpoint(folder, mtp="require", dtype=DTYPES[dtype])
-        decoder = Decoder(checkpoint.config, checkpoint.tensors, max_len)
-        head = MTPHead(decoder, checkpoint.tensors)
-        target = DecoderTarget(decoder, slots=1)
+        folder, device = find_model(model), torch.device("cpu")
+        loaded = LoadedModel.from_checkpoint(folder, mtp="require", device=device, dtype=DTYPES[dtype], max_len=max_len)
         engines = {
-            name: Engine(target, build_drafter(drafter, head, 1), length, tokenizer=checkpoint.tokenizer)
+            name: Engine.over(loaded, drafter=drafter, draft_length=length)
             for name, (drafter, length) in SETTINGS.items()
         }
-        params = SamplingParams(max_new_tokens=tokens)
-        return cls(target, head, engines, reference.from_folder(folder, DTYPES[dtype]), params)
+        params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        return cls(loaded, engines, Library.from_folder(folder, False, DTYPES[dtype]), params)
 
     def ours(self, name: str, prompt: Prompt) -> Sample:
         out = self.engines[name].generate(prompt.tokens, self.params)
         return Sample(prompt.kind, out.token_ids, len(out.token_ids), out.stats.decode_s, out.stats)
 
     def theirs(self, prompt: Prompt) -> Sample:
-        _, first = reference.generate(self.library, prompt.tokens, 1)
-        tokens, seconds = reference.generate(self.library, prompt.tokens, self.params.max_new_tokens)
+        _, first = self.library.generate([prompt.tokens], 1)
+        (tokens,), seconds = self.library.generate([prompt.tokens], self.params.max_new_tokens)
         return Sample(prompt.kind, tokens, len(tokens) - 1, seconds - first, Stats())
 
     def round(self, prompts: Seq[Prompt]) -> Round:
@@ -109,10 +105,12 @@ def run(model: str, dtype: str, prompts_file: Path, count: int | None, tokens: i
     prompts = [Prompt(line["kind"], bench.engines[PLAIN].encode(line["text"])) for line in lines]
     checked = bench.round(prompts)
     results = [bench.round(prompts) for _ in range(rounds)]
-    steps = time_steps(bench.target, bench.head, range(1, max(MTP_LENGTHS) + 2), CONTEXT, STEP_ROUNDS)
+    passes = EagerPasses(bench.model.target(1), bench.model.head, CONTEXT, range(1, max(MTP_LENGTHS) + 2))
+    times = take_turns(passes.actions(), STEP_ROUNDS, passes.rewind)
+    steps = {name: spread.median for name, spread in times.items()}
     equal = sum(a.tokens == b.tokens for a, b in zip(checked[PLAIN], checked[LIBRARY], strict=True))
     rows = [make_row(name, results, steps) for name in (LIBRARY, *SETTINGS)]
-    return Demo(model, dtype, len(prompts), tokens, rounds, equal, rows, steps, watch.machine())
+    return Demo(model, dtype, len(prompts), tokens, rounds, equal, rows, steps, checkout.machine(watch))
 
 
 def read_prompts(path: Path, count: int | None) -> list[dict[str, str]]:
@@ -147,12 +145,3 @@ def make_row(name: str, results: Seq[Round], steps: dict[str, float]) -> Row:
     emitted, passes = sum(s.tokens for s in stats), sum(s.steps for s in stats)
     return Row(name, statistics.median(own), median_ratio(own, plain), median_ratio(own, rates(results, LIBRARY)),
                kinds, emitted / passes if passes else 1.0, shares, predicted)  # fmt: skip
-
-
-def kept_shares(stats: Iterable[Stats]) -> list[float]:
-    """By position: the share of drafts that reach it whose token there was kept. Drafts are shorter at an output's end
-    alone, so for a drafter of fixed length this is p1, p1 p2, ... of the steps."""
-    stats = list(stats)
-    kept = [sum(column) for column in zip_longest(*(s.accepted_by_position for s in stats), fillvalue=0)]
-    tried = [sum(column) for column in zip_longest(*(s.proposed_by_position for s in stats), fillvalue=0)]
-    return [a / b if b else 0.0 for a, b in zip(kept, tried, strict=True)]

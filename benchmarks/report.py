@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -11,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import Machine
+from surefoot.bench.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,6 @@ class Shape:
 
 
 Section = Demo | Shape
-
-
-def median_ratio(over: Seq[float], under: Seq[float]) -> float:
-    """The median of the ratios taken pair by pair, so that what slows both of a pair does not count."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def speedup_model(shares: Seq[float], verify_cost: float, draft_cost: float) -> float:

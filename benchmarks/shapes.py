@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,42 +10,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import reference
-from benchmarks.machine import Watch
+from benchmarks import checkout
 from benchmarks.report import Shape
-from benchmarks.steps import BURST, Action, check_windows, fill, random_tokens, step_actions, take_turns
 from surefoot import Engine, SamplingParams
-from surefoot.config import LayerType, ModelConfig
+from surefoot.bench.cost import step_bytes
+from surefoot.bench.library import Library
+from surefoot.bench.lossless import check_windows
+from surefoot.bench.machine import Watch
+from surefoot.bench.passes import EagerPasses
+from surefoot.bench.prompts import random_tokens
+from surefoot.bench.turns import BURST, Action, nothing, take_turns
+from surefoot.config import ModelConfig
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.engine import DTYPES
 from surefoot.engine.target import DecoderTarget
+from surefoot.loading import shapes as published
 from surefoot.loading.tiny import tiny_config
 from surefoot.model import Decoder, MTPHead
 from surefoot.model.tensors import mtp_shapes, target_shapes
 
 SIZES = (1, 2, 3, 4, 5, 8)
+CHECKED = range(2, 10)
 SEED = 0
 READ_BYTES = 2**30  # far more than any cache
 KEPT_FLOAT32 = (".A_log", ".dt_bias", ".linear_attn.norm.weight")  # as loading keeps them
 
 
-def qwen(hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, ffn: int) -> ModelConfig:
-    """A tied, dense Qwen3.5 with what all published sizes share."""
-    kinds: tuple[LayerType, ...] = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
-    return ModelConfig(
-        vocab_size=248320, hidden_size=hidden, layer_types=kinds * (layers // 4), num_heads=heads,
-        num_kv_heads=kv_heads, head_dim=256, rotary_dim=64, rope_theta=1e7, linear_key_heads=16,
-        linear_value_heads=value_heads, linear_key_dim=128, linear_value_dim=128, ffn_width=ffn, tied=True,
-        mtp_layers=1,
-    )  # fmt: skip
-
-
-SHAPES = {
-    "tiny": replace(tiny_config(), tied=True),
-    "qwen3.5-0.8b": qwen(1024, 24, 8, 2, 16, 3584),
-    "qwen3.5-2b": qwen(2048, 24, 8, 2, 16, 6144),
-    "qwen3.5-4b": qwen(2560, 32, 16, 4, 32, 9216),
-}
+SHAPES = {"tiny": replace(tiny_config(), tied=True), **published.SHAPES}
 
 
 def run(name: str, dtype: str, context: int, rounds: int) -> Shape:
@@ -59,10 +49,10 @@ def run(name: str, dtype: str, context: int, rounds: int) -> Shape:
     checked, steps = measure_ours(config, DTYPES[dtype], context, rounds, read, together)
     if not together:
         gc.collect()
-        steps |= take_turns(library_actions(config, DTYPES[dtype], context), rounds)
+        steps |= medians(library_actions(config, DTYPES[dtype], context), rounds)
     bandwidth = read.nbytes / (steps.pop("read") / 1000)
-    weights = token_bytes(config, DTYPES[dtype])
-    return Shape(name, dtype, context, rounds, checked, together, weights, bandwidth, steps, watch.machine())
+    weights = step_bytes(config, context, 1, DTYPES[dtype]).weights
+    return Shape(name, dtype, context, rounds, checked, together, weights, bandwidth, steps, checkout.machine(watch))
 
 
 def measure_ours(
@@ -73,13 +63,12 @@ def measure_ours(
     decoder = Decoder(config, tensors, max_len=context + (rounds + 1) * (BURST + 1) + 64)
     head = MTPHead(decoder, tensors)
     tensors.clear()
-    target = DecoderTarget(decoder, slots=1)
-    checked = check_windows(target, context)
-    fill(target, context)
-    actions = step_actions(target, head, SIZES, context) | {"plain": plain_action(decoder, context), "read": read.sum}
+    passes = EagerPasses(DecoderTarget(decoder, slots=1), head, context, SIZES)
+    checked = check_windows(passes, CHECKED)
+    actions = passes.actions() | {"plain": plain_action(decoder, context), "read": read.sum}
     if together:
         actions |= library_actions(config, dtype, context)
-    return checked, take_turns(actions, rounds, lambda: target.rewind(0))
+    return checked, medians(actions, rounds, passes.rewind)
 
 
 def plain_action(decoder: Decoder, context: int) -> Action:
@@ -90,8 +79,12 @@ def plain_action(decoder: Decoder, context: int) -> Action:
 
 
 def library_actions(config: ModelConfig, dtype: torch.dtype, context: int) -> dict[str, Action]:
-    model = reference.from_tensors(config, draw(config, dtype), dtype)
-    return {"transformers": reference.stepper(model, random_tokens(config.vocab_size, context))}
+    model = Library.from_tensors(config, draw(config, dtype), dtype)
+    return {"transformers": model.stepper(random_tokens(config.vocab_size, context))}
+
+
+def medians(actions: Mapping[str, Action], rounds: int, before: Action = nothing) -> dict[str, float]:
+    return {name: spread.median for name, spread in take_turns(actions, rounds, before).items()}
 
 
 def draw(config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -105,16 +98,8 @@ def draw(config: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     return tensors
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of weights that decoding a token reads: all but the MTP head and, if the LM head is another tensor, the
-    embedding table."""
-    shapes: Mapping[str, tuple[int, ...]] = target_shapes(config)
-    read = [shape for name, shape in shapes.items() if config.tied or "embed_tokens" not in name]
-    return sum(math.prod(shape) for shape in read) * dtype.itemsize
-
-
 def fits_twice(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether memory holds our model (with its packed head beside the embedding), the library's and some room."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return available > 3 * token_bytes(config, dtype) + READ_BYTES + 2**31
+    return available > 3 * step_bytes(config, 0, 1, dtype).weights + READ_BYTES + 2**31

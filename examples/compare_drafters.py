@@ -1,6 +1,6 @@
 """Which drafter suits a text? Tokens per step and acceptance of each, on prompts of one's own (counts, not times).
 
-python examples/compare_drafters.py benchmarks/prompts/heldout.jsonl 96 3
+python examples/compare_drafters.py src/surefoot/bench/heldout.jsonl 96 3
 """
 
 from __future__ import annotations

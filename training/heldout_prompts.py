@@ -1,7 +1,7 @@
 """Choose short excerpts of validation files as benchmark prompts.
 
     python training/heldout_prompts.py --text DIR/text --tokenizer DIR/tokenizer.json \
-        --out benchmarks/prompts/heldout.jsonl
+        --out src/surefoot/bench/heldout.jsonl
 
 Only files under permissive licences are used, at most one per file. Each line holds the kind, the
 text (about 200 to 400 tokens), its source, path and licence.

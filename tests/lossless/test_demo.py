@@ -11,7 +11,7 @@ import torch
 from surefoot import Engine, SamplingParams
 from tests.fakes import DEVICES
 
-HELD_OUT = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
+HELD_OUT = Path(__file__).parents[2] / "src" / "surefoot" / "bench" / "heldout.jsonl"
 MODEL = "surefoot-demo"
 
 

@@ -16,7 +16,7 @@ from surefoot.bench.settings import PLAIN
 from surefoot.errors import NumericalError
 
 
-class NotLossless(NumericalError):
+class NotLosslessError(NumericalError):
     """Something differs from plain decoding; the message says what, and nothing was measured."""
 
 
@@ -38,14 +38,14 @@ Outputs = list[list[int]]  # by prompt
 
 
 def check_outputs(found: Mapping[str, Outputs]) -> None:
-    """Compare every method's tokens with plain's. Raises NotLossless naming every method and prompt that differ."""
+    """Compare every method's tokens with plain's. Raises NotLosslessError naming all that differ."""
     differing = [
         f"{name}, prompt {number}: token {first}"
         for name, outputs in found.items()
         for number, first in _differences(found[PLAIN], outputs)
     ]
     if differing:
-        raise NotLossless(
+        raise NotLosslessError(
             f"not lossless, so nothing was measured: {'; '.join(differing)} differs from plain decoding's"
         )
 
@@ -59,7 +59,7 @@ def _differences(expected: Outputs, found: Outputs) -> Iterator[tuple[int, int]]
 
 def check_windows(passes: Passes, sizes: Seq[int]) -> int:
     """Compare windows of the sizes, of which about half are committed, with single steps; returns the number of
-    positions compared. Raises NotLossless."""
+    positions compared. Raises NotLosslessError."""
     keeps = [1 + size // 2 for size in sizes]
     count = sum(keeps) + max(sizes)
     tokens = random_tokens(passes.vocab_size, passes.context + count)[passes.context :]
@@ -70,7 +70,7 @@ def check_windows(passes: Passes, sizes: Seq[int]) -> int:
     for size, keep in zip(sizes, keeps, strict=True):
         rows = passes.read(tokens[position : position + size], keep)
         if not torch.equal(rows, single[position : position + size]):
-            raise NotLossless(f"not lossless, so nothing was measured: logits of a window of {size} tokens at "
+            raise NotLosslessError(f"not lossless, so nothing was measured: logits of a window of {size} tokens at "
                               f"{passes.context + position} differ from those of single steps")  # fmt: skip
         position += keep
     return position - keeps[-1] + sizes[-1]

@@ -7,12 +7,11 @@ from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
 from surefoot.bench.library import Library
 from surefoot.bench.lossless import Outputs, check_outputs
 from surefoot.bench.settings import PLAIN, Method
-from surefoot.bench.turns import Spread, median_ratio
+from surefoot.bench.turns import Action, Spread, median_ratio, nothing
 from surefoot.engine.engine import Engine
 from surefoot.engine.stats import Seconds, Stats
 from surefoot.errors import InputError
@@ -95,8 +94,10 @@ def measure_synthetic(engine: Engine, shares: Seq[float], prompts: Prompts, para
         return decode(engine, prompts, params)
 
 
-def measure(actions: Mapping[str, Callable[[], Sample]], rounds: int, free: Seq[str], turn: Callable[[], None]) -> Any:
-    """`rounds` samples of each action, in turns, by name. `turn()` is called after each. Raises NotLossless if an
+def measure(
+    actions: Mapping[str, Callable[[], Sample]], rounds: int, free: Seq[str] = (), turn: Action = nothing
+) -> dict[str, list[Sample]]:
+    """`rounds` samples of each action, in turns, by name. `turn()` is called after each. Raises NotLosslessError if an
     output differs from plain's in any round; those of the names in `free` may."""
     samples: dict[str, list[Sample]] = {name: [] for name in actions}
     for _ in range(rounds):

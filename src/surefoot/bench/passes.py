@@ -1,12 +1,10 @@
 """Single passes of a model at a known context: windows of the target and steps of the MTP head, to compare and to time.
 
-`EagerPasses` goes through the Target and the drafter that the engine's loop uses; `FusedPasses` through the fused
-model, recorded as CUDA graphs where there is a GPU.
+`EagerPasses` goes through the Target and the drafter that the engine's loop uses; `bench.fused` is the fused model's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Protocol
@@ -15,18 +13,15 @@ import torch
 from torch import Tensor
 
 from surefoot.bench.prompts import random_tokens
-from surefoot.bench.turns import Action, nothing
+from surefoot.bench.turns import Action
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.engine.target import DecoderTarget
-from surefoot.kernels.fused.rows import Text
 from surefoot.model import MTPHead
-from surefoot.model.fused import FusedModel
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Window
 
-EAGER_SIZES, FUSED_SIZES = range(1, 9), range(1, 17)
-REPLAYS = 20  # timed together: a graph is launched in less time than a clock is read around a wait
+SIZES = range(1, 9)
 
 
 class Passes(Protocol):
@@ -46,6 +41,9 @@ class Passes(Protocol):
     def actions(self) -> dict[str, Action]:
         """ "verify N" is a pass over N tokens of every slot, "draft" a step of the head, with the LM head."""
 
+    def rewind(self) -> None:
+        """What goes before an action's turn: back to the context, if actions read on."""
+
     def wait(self) -> None:
         """Return when the device has done what it was given."""
 
@@ -53,8 +51,8 @@ class Passes(Protocol):
 class EagerPasses:
     """Passes of a DecoderTarget and, if there is a head, of the MTP drafter."""
 
-    def __init__(self, target: DecoderTarget, head: MTPHead | None, context: int) -> None:
-        self.context, self.sizes, self.calls = context, EAGER_SIZES, 1
+    def __init__(self, target: DecoderTarget, head: MTPHead | None, context: int, sizes: Seq[int] = SIZES) -> None:
+        self.context, self.sizes, self.calls = context, sizes, 1
         self.vocab_size = target.vocab_size
         self._target, self._head = target, head
         self._slots = range(target.slots)
@@ -71,6 +69,10 @@ class EagerPasses:
                 pass
             self._target.mark(slot)
         self._filled = True
+
+    def rewind(self) -> None:
+        """Go back to the context: actions read on."""
+        self.start()
 
     def close(self) -> None:
         """Leave the slots to others."""
@@ -114,76 +116,3 @@ class EagerPasses:
             drafter.propose(sequences, [1] * len(sequences))
 
         return draft
-
-
-class FusedPasses:
-    """Passes of a FusedModel. Timed ones stand at the context again and again, behind a window of which one token was
-    kept."""
-
-    def __init__(self, model: FusedModel, context: int) -> None:
-        self.context, self.sizes = context, [size for size in FUSED_SIZES if size <= model.window]
-        self.vocab_size = model.decoder.config.vocab_size
-        self._model = model
-        self._cuda = model.decoder.device.type == "cuda"
-        self.calls = REPLAYS if self._cuda else 1
-        tokens = torch.tensor([random_tokens(self.vocab_size, max(1, model.window - 1))], dtype=torch.int32)
-        slots = torch.arange(model.slots, dtype=torch.int32)
-        self._slots, self._drafts = (tensor.to(model.decoder.device) for tensor in (slots, tokens))
-
-    def start(self) -> None:
-        """Read the context into every slot anew."""
-        model, tokens = self._model, random_tokens(self.vocab_size, self.context + 1)
-        for slot in range(model.slots):
-            model.prefill_cache.reset(slot)
-            hidden = model.decoder.prefill(tokens[:-1], model.prefill_cache, slot)[-1]
-            model.prefill_cache.finish(slot)
-            model.progress.start(slot, tokens, model.decoder.max_len, hidden)
-
-    def read(self, tokens: Seq[int], keep: int) -> Tensor:
-        """A window of slot 0; the next one applies what was kept."""
-        model, device = self._model, self._drafts.device
-        position = int(model.progress.length[0])
-        model.progress.tokens[0, position : position + len(tokens)] = torch.tensor(tokens, dtype=torch.int32).to(device)
-        drafts = torch.tensor([[*tokens[1:], 0][: max(1, len(tokens) - 1)]], dtype=torch.int32, device=device)
-        logits = model.score(self._text(self._slots[:1], drafts), len(tokens)).clone()
-        model.progress.length[0] += keep
-        model.progress.replay[0] = keep
-        return logits
-
-    def actions(self) -> dict[str, Action]:
-        """On a GPU each is the replay of a recorded graph."""
-        model = self._model
-        drafts = self._drafts.expand(model.slots, -1).contiguous()
-        text = self._text(self._slots, drafts)
-        self.start()
-        model.progress.replay.fill_(1)
-        actions = {f"verify {size}": self._recorded(partial(model.score, text, size)) for size in self.sizes}
-        if model.head is not None:
-            actions["draft"] = self._recorded(partial(model.draft_next, text, model.progress.length))
-        return actions
-
-    def wait(self) -> None:
-        """For the GPU, if it is one."""
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def _text(self, slots: Tensor, drafts: Tensor) -> Text:
-        return Text(slots, self._model.progress.length, self._model.progress.tokens, drafts)
-
-    def _recorded(self, action: Callable[[], Tensor]) -> Action:
-        if not self._cuda:
-            return action
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles what has to be, which recording must not see
-            action()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            action()
-        return graph.replay
-
-
-def rewinding(passes: Passes) -> Action:
-    """What goes before an action's turn: passes that read on must go back."""
-    return passes.start if isinstance(passes, EagerPasses) else nothing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class Method:
 @dataclass(frozen=True)
 class Settings:
     """Options of a run. One of `model` (a name, folder or hub id) and `shape` (random weights) is set. `prompts` is the
-    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens`; all of them are checked
-    and measured, in `rounds` rounds. Empty `drafters` are all that the model has parts for. Raises InputError."""
+    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens`; all are checked, and
+    measured in `rounds` rounds. Empty `drafters` are all that the model has parts for. Raises InputError."""
 
     model: str | None = None
     shape: str | None = None
@@ -87,6 +87,17 @@ class Settings:
             return self.shape
         assert self.model is not None
         return Path(self.model).name if Path(self.model).exists() else self.model
+
+    @property
+    def command(self) -> str:
+        """The command line of these settings."""
+        words = ["surefoot", "bench"]
+        for field in fields(self):
+            value = self.label if field.name == "model" and self.shape is None else getattr(self, field.name)
+            if value != field.default and field.name != "seed":
+                listed = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words += ["--" + field.name.replace("_", "-"), listed]
+        return " ".join(words)
 
     def methods(self, with_head: bool) -> list[Method]:
         """What is measured, plain decoding first. Drafters that were asked for are there in any case."""

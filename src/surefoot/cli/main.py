@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import Options, takes_options
+from surefoot.cli.options import BenchOptions, Options, takes
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -49,7 +49,7 @@ def _group(
 
 
 @app.command()
-@takes_options
+@takes(Options)
 def generate(
     options: Options,
     compare: Annotated[
@@ -68,13 +68,23 @@ def generate(
 
 
 @app.command()
-@takes_options
+@takes(Options)
 def trace(options: Options) -> None:
     """Continue a prompt and show every step: what was drafted, what was kept, what came instead of the rest."""
     with _one_line_errors():
         from surefoot.cli import trace as command
 
         command.trace(options)
+
+
+@app.command()
+@takes(BenchOptions)
+def bench(options: BenchOptions) -> None:
+    """Check that no drafter changes a token; then measure what a step costs and how fast each drafter is."""
+    with _one_line_errors():
+        from surefoot.cli import bench as command
+
+        command.bench(options)
 
 
 def run() -> None:

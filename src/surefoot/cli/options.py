@@ -1,4 +1,4 @@
-"""The options that all commands share: one table, from which typer's flags and a typed `Options` are both made."""
+"""The options of the commands: tables from which typer's flags and a typed object are both made."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def _option(*names: str, help: str, panel: str) -> Any:
 
 
 PROMPT, MODEL, DRAFT, SAMPLE, OUTPUT = "Prompt", "Model", "Drafting", "Sampling", "Output"
+MEASURE = "Measuring"
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,47 @@ class Options:
         )
 
 
-def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A function for typer with the fields of `Options` as parameters, then `command`'s own; `command` is called with
-    an `Options` and its own parameters."""
-    hints = get_type_hints(Options, include_extras=True)
+@dataclass(frozen=True)
+class BenchOptions:
+    """What a benchmark was asked for, as given; lists are comma-separated. `surefoot.bench.settings` checks it."""
+
+    model: Annotated[
+        str | None, _option("--model", "-m", help="A bundled name, a folder, or a hub id.  [default: surefoot-demo]",
+                            panel=MODEL)
+    ] = None  # fmt: skip
+    shape: Annotated[
+        str | None, _option("--shape", help="Random weights of a published shape, such as qwen3.5-9b.", panel=MODEL)
+    ] = None
+    device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
+    dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "bfloat16"
+    weights: Annotated[str, _option("--weights", help="How weights are kept: bf16.", panel=MODEL)] = "bf16"
+    context: Annotated[int, _option("--context", help="Tokens of a prompt.", panel=MEASURE)] = 1024
+    batch: Annotated[int, _option("--batch", help="Sequences that decode together.", panel=MEASURE)] = 1
+    prompts: Annotated[
+        int, _option("--prompts", help="Batches of prompts, all checked and measured.", panel=MEASURE)
+    ] = 3
+    tokens: Annotated[int, _option("--tokens", "-n", help="New tokens of a prompt.", panel=MEASURE)] = 256
+    rounds: Annotated[int, _option("--rounds", help="Turns of everything that is measured.", panel=MEASURE)] = 5
+    drafters: Annotated[
+        str, _option("--drafters", "-d", help="Of none,ngram,mtp,mtp+ngram; all that the model has.", panel=DRAFT)
+    ] = ""
+    depths: Annotated[str, _option("--depths", "-k", help="Draft lengths.", panel=DRAFT)] = "1,2,3,4,5,6"
+    synthetic_acceptance: Annotated[
+        str, _option("--synthetic-acceptance", help="Keep draft token i with this probability instead, .92,.85 say.",
+                     panel=DRAFT)
+    ] = ""  # fmt: skip
+    against: Annotated[
+        str | None, _option("--against", help="transformers: measure its generate too.", panel=MEASURE)
+    ] = None
+    seed: Annotated[int, _option("--seed", help="Decides random weights.", panel=MODEL)] = 0
+    json: Annotated[Path | None, _option("--json", help="Save every figure here.", panel=OUTPUT)] = None
+    plot: Annotated[Path | None, _option("--plot", help="Draw speeds and passes here.", panel=OUTPUT)] = None
+
+
+def takes(kind: type[Options] | type[BenchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
+    command is called with a `kind` and its own parameters."""
+    hints = get_type_hints(kind, include_extras=True)
     shared = [
         inspect.Parameter(
             field.name,
@@ -94,19 +132,23 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
             annotation=hints[field.name],
         )
-        for field in fields(Options)
+        for field in fields(kind)
     ]
-    own_hints = get_type_hints(command, include_extras=True)
-    _, *own = inspect.signature(command).parameters.values()
-    extra = [parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=own_hints[parameter.name]) for parameter in own]
 
-    def for_typer(**values: Any) -> None:
-        chosen = {field.name: values.pop(field.name) for field in fields(Options)}
-        command(Options(**chosen), **values)
+    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+        own_hints = get_type_hints(command, include_extras=True)
+        _, *own = inspect.signature(command).parameters.values()
+        extra = [p.replace(kind=p.KEYWORD_ONLY, annotation=own_hints[p.name]) for p in own]
 
-    parameters = [*shared, *extra]
-    for_typer.__name__, for_typer.__doc__ = command.__name__, command.__doc__
-    # typer reads the parameters off the signature and the hints.
-    for_typer.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function has it
-    for_typer.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return for_typer
+        def for_typer(**values: Any) -> None:
+            chosen = {field.name: values.pop(field.name) for field in fields(kind)}
+            command(kind(**chosen), **values)
+
+        parameters = [*shared, *extra]
+        for_typer.__name__, for_typer.__doc__ = command.__name__, command.__doc__
+        # typer reads the parameters off the signature and the hints.
+        for_typer.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # any function has it
+        for_typer.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return for_typer
+
+    return wrap

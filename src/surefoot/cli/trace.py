@@ -6,8 +6,7 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
-
+from surefoot.cli.console import OutputConsole
 from surefoot.cli.generate import statistics
 from surefoot.cli.options import Options
 from surefoot.cli.session import Run, Session, Step
@@ -23,16 +22,10 @@ def trace(options: Options) -> None:
         print(json.dumps(run.result() | {"steps": steps, "settings": session.settings()}))
         return
     show = token_shower(session.engine.tokenizer)
-    console = _Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    console = OutputConsole()
     for number, step in enumerate(run, start=1):
         console.print(render(step.record, number, _seconds(step), show))
     print(statistics(run, session), file=sys.stderr)
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Rich would end the process here with a code of its own; `surefoot.cli.main` does that for all commands."""
-        raise BrokenPipeError
 
 
 def _seconds(step: Step) -> str:

@@ -1,0 +1,223 @@
+"""One run: load, check, count, time, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from surefoot.bench.cost import Ceiling, reader, step_bytes
+from surefoot.bench.library import Library, require_transformers
+from surefoot.bench.lossless import Verdict, check_outputs, check_windows
+from surefoot.bench.machine import Watch, device_name, versions
+from surefoot.bench.measure import (
+    LIBRARY,
+    Prompts,
+    Row,
+    Sample,
+    decode,
+    decode_library,
+    make_row,
+    measure,
+    measure_synthetic,
+    synthetic_hook,
+)
+from surefoot.bench.passes import EagerPasses, Passes
+from surefoot.bench.prompts import random_prompts, text_prompts
+from surefoot.bench.report import Report
+from surefoot.bench.settings import PLAIN, Method, Settings
+from surefoot.bench.turns import Spread, take_turns
+from surefoot.engine.drafting import NEED_HEAD
+from surefoot.engine.engine import Engine, parse_device, parse_dtype
+from surefoot.engine.loaded import LoadedModel
+from surefoot.errors import InputError
+from surefoot.loading.checkpoint import find_model
+from surefoot.loading.shapes import SHAPES
+from surefoot.model.tensors import random_tensors
+from surefoot.sampling import SamplingParams
+
+
+class Advance(Protocol):
+    """Progress of a stage."""
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` units are ready."""
+
+
+Stage = Callable[[str], AbstractContextManager[Advance]]
+
+
+def no_stage(label: str) -> AbstractContextManager[Advance]:
+    """Shows nothing."""
+    return nullcontext(lambda done, total: None)
+
+
+def run(settings: Settings, stage: Stage = no_stage) -> Report:
+    """Do all of it. Raises InputError for what was asked, CheckpointError for the files, NotLosslessError:
+    then nothing has been timed."""
+    if settings.against is not None:
+        require_transformers()
+    watch = Watch()
+    with torch.inference_mode():
+        bench = Bench.load(settings, stage)
+        verdict = bench.check(stage)
+        bandwidth, passes = bench.time_passes(stage)
+        rows, equal = bench.speeds(bench.library(), stage)
+    config, device = bench.model.config, bench.model.decoder.device
+    kv_dtype = torch.float32 if device.type == "cpu" else None  # as the caches are
+    step = step_bytes(config, settings.context, settings.batch, bench.model.decoder.dtype, kv_dtype=kv_dtype)
+    return Report(
+        model=settings.label,
+        random_weights=settings.shape is not None,
+        lossless=verdict,
+        config=settings.resolved(list(bench.methods.values())),
+        sizes=asdict(config),
+        device=device_name(device),
+        machine=watch.machine(settings.command, versions()),
+        step_bytes=step,
+        ceiling=Ceiling.of(step, bandwidth, settings.batch),
+        passes=passes,
+        rows=rows,
+        library_equal=equal,
+        notes=list(bench.model.notes),
+    )
+
+
+@dataclass
+class Bench:
+    """A loaded model, the ways to decode with it, and the prompts, all checked."""
+
+    settings: Settings
+    model: LoadedModel
+    methods: dict[str, Method]
+    engines: dict[str, Engine]
+    prompts: Prompts
+    params: SamplingParams
+
+    @classmethod
+    def load(cls, settings: Settings, stage: Stage) -> Bench:
+        """Weights into memory, an engine for every method."""
+        with stage("loading") as bar:
+            model = load_model(settings, bar)
+        if settings.max_len > model.config.max_positions:
+            raise InputError(f"context: expected at most {model.config.max_positions} positions with the tokens behind "
+                             f"it, as the model has, found {settings.max_len}")  # fmt: skip
+        methods = {method.name: method for method in settings.methods(model.head is not None)}
+        engines = {
+            name: Engine.over(model, drafter=method.drafter, draft_length=method.depth, slots=settings.batch)
+            for name, method in methods.items()
+        }
+        if settings.synthetic_acceptance:
+            synthetic_hook(engines[PLAIN])
+        params = SamplingParams(max_new_tokens=settings.tokens, ignore_eos=True)
+        return cls(settings, model, methods, engines, make_prompts(settings, model), params)
+
+    def check(self, stage: Stage) -> Verdict:
+        """Decode every prompt by every method, and compare; compare windows with single steps. Warms up, too."""
+        outputs = {}
+        with stage("checking that no token changes") as bar:
+            for done, (name, engine) in enumerate(self.engines.items()):
+                bar(done, len(self.engines))
+                outputs[name] = decode(engine, self.prompts, self.params).outputs
+        check_outputs(outputs)
+        with self._passes() as passes:
+            sizes = [size for size in passes.sizes if size > 1]
+            positions = check_windows(passes, sizes)
+        s = self.settings
+        return Verdict(True, list(outputs), s.prompts * s.batch, s.batch, s.tokens, sizes, positions)
+
+    def time_passes(self, stage: Stage) -> tuple[float, dict[str, Spread]]:
+        """The device's read bandwidth in bytes/s, and milliseconds of single passes."""
+        read, size = reader(self.model.decoder.device)
+        with stage("timing passes"), self._passes() as passes:
+            passes.start()
+            actions = passes.actions() | {"read": read}
+            times = take_turns(actions, self.settings.rounds, passes.rewind, passes.wait, passes.calls)
+        return 1000 * size / times.pop("read").median, times
+
+    def library(self) -> Library | None:
+        """The same weights in `transformers`, if they were asked for."""
+        s, device = self.settings, str(self.model.decoder.device)
+        if s.against is None:
+            return None
+        dtype = parse_dtype(s.dtype)
+        if s.shape is not None:
+            tensors = random_tensors(self.model.config, s.seed, device, dtype)
+            return Library.from_tensors(self.model.config, tensors, dtype, device)
+        assert s.model is not None
+        return Library.from_folder(find_model(s.model), self.model.config.moe is not None, dtype, device)
+
+    def speeds(self, library: Library | None, stage: Stage) -> tuple[list[Row], int | None]:
+        """A row for every method and, last, those with synthetic acceptance; for how many prompts `transformers` gave
+        the same tokens."""
+        actions: dict[str, Callable[[], Sample]] = {}
+        if library is not None:
+            actions[LIBRARY] = partial(decode_library, library, self.prompts, self.settings.tokens)
+            actions[LIBRARY]()  # warms up
+        for name, engine in self.engines.items():
+            actions[name] = partial(decode, engine, self.prompts, self.params)
+        synthetic = {f"{name} (synthetic acceptance)": name for name in self._synthetic()}
+        for name, method in synthetic.items():
+            shares = self.settings.synthetic_acceptance[: self.methods[method].depth]
+            actions[name] = partial(measure_synthetic, self.engines[method], shares, self.prompts, self.params)
+        done, total = 0, len(actions) * self.settings.rounds
+        with stage("measuring") as bar:
+
+            def turn() -> None:
+                nonlocal done
+                done += 1
+                bar(done, total)
+
+            samples = measure(actions, self.settings.rounds, free=[LIBRARY], turn=turn)
+        rows = [make_row(name, self.methods.get(name), samples) for name in actions if name not in synthetic]
+        for name, method in synthetic.items():
+            rows.append(make_row(name, self.methods[method], samples, synthetic=True))
+        if library is None:
+            return rows, None
+        pairs = zip(samples[PLAIN][0].outputs, samples[LIBRARY][0].outputs, strict=True)
+        return rows, sum(ours == theirs for ours, theirs in pairs)
+
+    def _synthetic(self) -> list[str]:
+        """The methods to be measured with synthetic acceptance: MTP no deeper than it is given for."""
+        given = len(self.settings.synthetic_acceptance)
+        return [name for name, method in self.methods.items() if method.drafter == "mtp" and method.depth <= given]
+
+    @contextmanager
+    def _passes(self) -> Iterator[Passes]:
+        """The fused model's where it runs, else those of the engine's own target."""
+        model, s = self.model, self.settings
+        if model.decoder.device.type == "cuda" and model.config.moe is None:
+            from surefoot.bench.fused import SIZES, FusedPasses
+            from surefoot.model.fused import FusedModel
+
+            yield FusedPasses(FusedModel(model.decoder, model.head, s.batch, max(SIZES)), s.context)
+            return
+        passes = EagerPasses(model.target(s.batch), model.head, s.context)
+        yield passes
+        passes.close()
+
+
+def load_model(settings: Settings, progress: Advance) -> LoadedModel:
+    """The checkpoint, or random weights of the shape."""
+    device, dtype = parse_device(settings.device), parse_dtype(settings.dtype)
+    if settings.shape is not None:
+        config = SHAPES[settings.shape]
+        return LoadedModel.from_tensors(config, random_tensors(config, settings.seed, device, dtype), settings.max_len)
+    assert settings.model is not None
+    needs_head = any(name in NEED_HEAD for name in settings.drafters)
+    return LoadedModel.from_checkpoint(settings.model, device=device, dtype=dtype, max_len=settings.max_len,
+                                       mtp="require" if needs_head else "if-present", progress=progress)  # fmt: skip
+
+
+def make_prompts(settings: Settings, model: LoadedModel) -> Prompts:
+    """Batches of texts of `context` tokens."""
+    count = settings.prompts * settings.batch
+    if model.tokenizer is None:
+        flat = random_prompts(model.config.vocab_size, count, settings.context)
+    else:
+        flat = text_prompts(model.tokenizer, count, settings.context)
+    return [flat[i : i + settings.batch] for i in range(0, count, settings.batch)]

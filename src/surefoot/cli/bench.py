@@ -1,0 +1,69 @@
+"""`surefoot bench`: options to settings, a report to the terminal and to files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from surefoot.bench.plot import draw, require_matplotlib
+from surefoot.bench.run import run
+from surefoot.bench.settings import Settings
+from surefoot.bench.show import renderables
+from surefoot.cli.console import OutputConsole
+from surefoot.cli.options import BenchOptions
+from surefoot.cli.progress import LateBar
+from surefoot.errors import InputError, shown
+
+Item = TypeVar("Item")
+
+
+def bench(options: BenchOptions) -> None:
+    """Measure, print, save. What was asked for is checked before anything is loaded."""
+    settings = settings_of(options)
+    for name, file in (("--json", options.json), ("--plot", options.plot)):
+        if file is not None:
+            _check_writable(name, file)
+    if options.plot is not None:
+        require_matplotlib()
+    report = run(settings, LateBar)
+    console = OutputConsole()
+    for part in renderables(report):
+        console.print(part)
+    if options.json is not None:
+        report.save(options.json)
+    if options.plot is not None:
+        draw(report, options.plot)
+
+
+def settings_of(options: BenchOptions) -> Settings:
+    """The settings that the options spell. Raises InputError."""
+    return Settings(
+        model="surefoot-demo" if options.model is None and options.shape is None else options.model,
+        shape=options.shape,
+        device=options.device,
+        dtype=options.dtype,
+        weights=options.weights,
+        context=options.context,
+        batch=options.batch,
+        prompts=options.prompts,
+        drafters=_listed("--drafters", options.drafters, str),
+        depths=_listed("--depths", options.depths, int),
+        tokens=options.tokens,
+        rounds=options.rounds,
+        against=options.against,
+        synthetic_acceptance=_listed("--synthetic-acceptance", options.synthetic_acceptance, float),
+        seed=options.seed,
+    )
+
+
+def _listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...]:
+    try:
+        return tuple(kind(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise InputError(f"{name}: expected numbers separated by commas, found {shown(text)}") from None
+
+
+def _check_writable(name: str, file: Path) -> None:
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise InputError(f"{name}: expected a file in a folder that is there, found {file}")

@@ -1,0 +1,307 @@
+"""`surefoot bench`: what a step must move, what is refused, and that a run that is not lossless gives no number."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from surefoot.bench import run as bench_run
+from surefoot.bench.cost import Ceiling, StepBytes, step_bytes
+from surefoot.bench.lossless import NotLosslessError, check_outputs
+from surefoot.bench.measure import LIBRARY, Sample, make_row, measure, measure_synthetic
+from surefoot.bench.prompts import held_out, random_prompts, text_prompts
+from surefoot.bench.settings import PLAIN, Method, Settings
+from surefoot.cli.main import app
+from surefoot.drafters.mtp import MTPDrafter
+from surefoot.engine.engine import Engine
+from surefoot.engine.loaded import LoadedModel
+from surefoot.engine.stats import Seconds, Stats
+from surefoot.engine.target import DecoderTarget
+from surefoot.errors import InputError
+from surefoot.loading.shapes import SHAPES
+from surefoot.loading.tiny import byte_tokenizer, tiny_config, write_checkpoint
+from surefoot.model.tensors import random_tensors
+from surefoot.sampling import SamplingParams
+from surefoot.types import Scores, Window
+
+CONFIG = tiny_config(layer_types=("linear_attention", "full_attention"))
+SMALL = ("--context", 9, "--tokens", 6, "--rounds", 2, "--prompts", 2, "--depths", "1,2", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write_checkpoint(folder, CONFIG, random_tensors(CONFIG, seed=1), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture(autouse=True)
+def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("surefoot.bench.cost.READ_BYTES", {"cpu": 2**20})
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+class TestCost:
+    @pytest.mark.parametrize(
+        "size, ms, draft",
+        [("0.8b", 0.33, 35), ("2b", 0.81, 30), ("4b", 1.82, 18), ("9b", 3.41, 16), ("27b", 11.0, 7),
+         ("35b-a3b", 1.29, 19)],
+    )  # fmt: skip
+    def test_the_floor_of_the_published_shapes(self, size: str, ms: float, draft: int) -> None:
+        step = step_bytes(SHAPES[f"qwen3.5-{size}"], 1024, 1, torch.bfloat16)
+        ceiling = Ceiling.of(step, 4.70e12, 1)
+        assert ceiling.step_ms == pytest.approx(ms, abs=0.005 if ms < 10 else 0.05)
+        assert ceiling.tokens_per_second == pytest.approx(1000 / ceiling.step_ms)
+        assert round(100 * step.draft_share) == draft
+
+    def test_weights_alone(self) -> None:
+        sizes = [step_bytes(SHAPES[f"qwen3.5-{n}"], 0, 1, torch.bfloat16).weights / 2e9 for n in ("0.8b", "2b", "4b")]
+        assert [round(size, 3) for size in sizes] == [0.752, 1.882, 4.206]
+
+    def test_windows_of_experts_read_more(self) -> None:
+        base = step_bytes(SHAPES["qwen3.5-35b-a3b"], 1024, 1, torch.bfloat16).total
+        ratios = [
+            step_bytes(SHAPES["qwen3.5-35b-a3b"], 1024, 1, torch.bfloat16, window=n).total / base for n in (2, 4, 8)
+        ]
+        assert ratios == pytest.approx([1.32, 1.94, 3.06], abs=0.02)
+
+    def test_a_batch_shares_the_weights_alone(self) -> None:
+        one, four = (step_bytes(CONFIG, 100, batch, torch.float32) for batch in (1, 4))
+        assert four == StepBytes(one.weights, 4 * one.state, 4 * one.kv, four.draft)
+        assert four.draft - one.draft == 3 * one.kv  # one attention layer, as the head has
+        assert step_bytes(replace(CONFIG, mtp_layers=0), 100, 1, torch.float32).draft == 0
+
+
+class TestPrompts:
+    def test_texts_are_as_long_as_asked_and_differ(self) -> None:
+        backend = byte_tokenizer()
+        tokenizer: Any = type("Bytes", (), {"encode": lambda self, text: backend.encode(text).ids})()
+        prompts = text_prompts(tokenizer, 2 * len(held_out()) + 1, 300)
+        assert {len(prompt) for prompt in prompts} == {300}
+        assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+
+    def test_random_tokens_are_the_same_again(self) -> None:
+        assert random_prompts(50, 3, 7) == random_prompts(50, 3, 7)
+        assert len({tuple(prompt) for prompt in random_prompts(50, 3, 7)}) == 3
+
+
+def sample(seconds: float, tokens: int = 4) -> Sample:
+    stats = Stats(steps=2, tokens=tokens, proposed_by_position=[2], accepted_by_position=[1])
+    return Sample([[1] * tokens], tokens, Seconds(decode_s=seconds, verify_s=seconds / 2), [stats])
+
+
+class TestRows:
+    def test_a_row_says_what_the_samples_say(self) -> None:
+        samples = {
+            name: [sample(busy * seconds) for busy in (1, 30, 1)]
+            for name, seconds in ((PLAIN, 2.0), (LIBRARY, 8.0), ("MTP, K = 1", 1.0))
+        }
+        row = make_row("MTP, K = 1", Method("mtp", 1), samples)
+        assert (row.tokens_per_second.median, row.to_plain, row.to_library) == pytest.approx((4, 2, 8))
+        assert (row.tokens_per_second.least, row.tokens_per_second.most) == pytest.approx((4 / 30, 4))
+        assert (row.tokens_per_step, row.kept_by_position, row.seconds["verify_s"]) == (2.0, [0.5], 0.5)
+        assert make_row(PLAIN, None, {PLAIN: samples[PLAIN]}).to_library is None
+
+    def test_every_round_is_checked(self) -> None:
+        rounds = iter([[[1, 2]], [[1, 3]]])
+        actions = {PLAIN: lambda: Sample([[1, 2]], 2, Seconds()), "x": lambda: Sample(next(rounds), 2, Seconds())}
+        with pytest.raises(NotLosslessError, match="x, prompt 0: token 1"):
+            measure(actions, 2)
+        assert len(measure({**actions, "x": lambda: Sample([[7]], 1, Seconds())}, 2, free=["x"])["x"]) == 2
+
+
+def test_all_that_differs_is_named() -> None:
+    check_outputs({PLAIN: [[1, 2]], "a": [[1, 2]]})
+    with pytest.raises(NotLosslessError, match=r"a, prompt 1: token 0; b, prompt 0: token 1"):
+        check_outputs({PLAIN: [[1, 2], [3]], "a": [[1, 2], [4]], "b": [[1], [3]]})
+
+
+def test_settings_spell_their_command() -> None:
+    settings = Settings(shape="qwen3.5-0.8b", depths=(1, 2), rounds=3)
+    assert settings.command == "surefoot bench --shape qwen3.5-0.8b --depths 1,2 --rounds 3"
+    assert [method.name for method in settings.methods(with_head=False)] == [PLAIN, "n-gram, K = 1", "n-gram, K = 2"]
+
+
+class TestRun:
+    def test_every_figure_is_saved(self, model: Path, tmp_path: Path) -> None:
+        saved, drawn = tmp_path / "x.json", tmp_path / "x.svg"
+        result = call("-m", model, *SMALL, "--json", saved, "--plot", drawn, "--batch", 2)
+        assert result.exit_code == 0, result.stderr
+        assert "lossless: 7 ways to decode" in result.stdout
+        assert "× plain" in result.stdout
+        text = saved.read_text()
+        assert str(model.parent) not in text
+        assert "<svg" in drawn.read_text()
+        report = json.loads(text)
+        lossless = report["lossless"]
+        assert lossless["identical"] is True
+        assert (lossless["prompts"], lossless["tokens"], lossless["window_sizes"]) == (4, 6, list(range(2, 9)))
+        assert report["model"] == model.name
+        assert report["config"]["drafters"] == ["none", "ngram", "mtp", "mtp+ngram"]
+        assert {"Python", "torch", "surefoot"} <= set(report["machine"]["versions"])
+        assert set(report["passes"]) == {*(f"verify {n}" for n in range(1, 9)), "draft"}
+        assert len(report["machine"]["load"]) == 2
+        step = report["step_bytes"]
+        assert step["total"] == step["weights"] + step["state"] + step["kv"]
+        assert report["ceiling"]["bandwidth"] > 0
+        assert [row["name"] for row in report["rows"]][:3] == [PLAIN, "n-gram, K = 1", "n-gram, K = 2"]
+        for row in report["rows"]:
+            speed = row["tokens_per_second"]
+            assert 0 < speed["least"] <= speed["median"] <= speed["most"]
+            assert 0 < row["seconds"]["verify_s"] < row["seconds"]["decode_s"]
+
+    def test_against_transformers(self, model: Path, tmp_path: Path) -> None:
+        pytest.importorskip("transformers")
+        saved = tmp_path / "x.json"
+        result = call("-m", model, *SMALL, "-d", "mtp", "--against", "transformers", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        report = json.loads(saved.read_text())
+        assert report["rows"][0]["name"] == LIBRARY
+        assert report["library_equal"] == 2
+        assert all(row["to_library"] > 0 for row in report["rows"])
+
+    @pytest.mark.parametrize("moe", [False, True])
+    def test_random_weights_of_a_shape(self, moe: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setitem(SHAPES, "small", tiny_config(moe))
+        saved = tmp_path / "x.json"
+        result = call("--shape", "small", *SMALL, "--against", "transformers", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        assert "random weights" in result.stdout
+        report = json.loads(saved.read_text())
+        assert report["random_weights"] is True
+        assert report["library_equal"] == 2
+
+
+def refused(result: Result, code: int, saved: Path) -> str:
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert not saved.exists()
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+class TestNotLossless:
+    def test_a_target_whose_windows_differ(self, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        honest = DecoderTarget.verify
+
+        def verify(self: DecoderTarget, windows: Seq[Window]) -> list[Scores]:
+            scores = honest(self, windows)
+            for score in scores:  # one bit, which changes no token
+                score.logits[2:3] = score.logits[2:3].nextafter(torch.tensor(torch.inf))
+            return scores
+
+        monkeypatch.setattr(DecoderTarget, "verify", verify)
+        saved = tmp_path / "x.json"
+        line = refused(call("-m", model, *SMALL, "--json", saved), 1, saved)
+        assert "logits of a window of 3" in line
+
+    def test_a_drafter_whose_tokens_are_kept_unseen(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        honest = DecoderTarget.verify
+
+        def verify(self: DecoderTarget, windows: Seq[Window]) -> list[Scores]:
+            scores = honest(self, windows)
+            for window, score in zip(windows, scores, strict=True):
+                for row, token in enumerate(window.tokens[1:]):
+                    score.logits[row, token] += 1e6
+            return scores
+
+        monkeypatch.setattr(DecoderTarget, "verify", verify)
+        saved = tmp_path / "x.json"
+        line = refused(call("-m", model, *SMALL, "--json", saved), 1, saved)
+        assert "MTP, K = 1, prompt 0: token" in line
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        "arguments, named",
+        [
+            (("--shape", "qwen3.5-9b"), "model"),
+            (("--dtype", "int8"), "dtype"),
+            (("--device", "toaster"), "device"),
+            (("--weights", "fp8"), "weights"),
+            (("--rounds", "0"), "rounds"),
+            (("--tokens", "1"), "tokens"),
+            (("--context", "600"), "context"),
+            (("--drafters", "magic"), "drafters"),
+            (("--depths", "1,x"), "--depths"),
+            (("--depths", "0"), "draft_length"),
+            (("--against", "all"), "against"),
+            (("--synthetic-acceptance", "1.5"), "synthetic_acceptance"),
+            (("--synthetic-acceptance", ".9,.8"), "synthetic_acceptance"),
+            (("--json", "/nowhere/x.json"), "--json"),
+        ],
+    )
+    def test_options(self, model: Path, tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
+        assert named in refused(call("-m", model, *SMALL, *arguments), 2, tmp_path / "none")
+
+    def test_a_shape_that_is_none(self, tmp_path: Path) -> None:
+        assert "qwen3.5-9b" in refused(call("--shape", "gpt"), 2, tmp_path / "none")
+
+    def test_extras_are_named(self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        saved = tmp_path / "x.png"
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        assert "surefoot[plot]" in refused(call("-m", model, *SMALL, "--plot", saved), 2, saved)
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        line = refused(call("-m", model, *SMALL, "--against", "transformers"), 2, saved)
+        assert "surefoot[transformers]" in line
+
+
+class Decreed(Engine):
+    """An engine that can keep drafts by decree."""
+
+    @contextmanager
+    def synthetic(self, shares: Seq[float]) -> Iterator[None]:
+        self.shares = tuple(shares)
+        yield
+
+
+def test_synthetic_acceptance_goes_through_the_engines_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
+    engine = Decreed.over(loaded, drafter="mtp", draft_length=2)
+    assert isinstance(engine, Decreed)
+    assert measure_synthetic(engine, (0.9, 0.5), [[[1, 2, 3]]], SamplingParams(max_new_tokens=4)).counted == 4
+    assert engine.shares == (0.9, 0.5)
+
+    monkeypatch.setattr(bench_run, "Engine", Decreed)
+    monkeypatch.setitem(SHAPES, "small", CONFIG)
+    settings = Settings(shape="small", context=5, tokens=4, rounds=1, prompts=1, dtype="float32",
+                        drafters=("mtp",), depths=(1, 2, 3), synthetic_acceptance=(0.9, 0.5))  # fmt: skip
+    rows = bench_run.run(settings).rows
+    assert [(row.name, row.synthetic) for row in rows[4:]] == [
+        ("MTP, K = 1 (synthetic acceptance)", True),
+        ("MTP, K = 2 (synthetic acceptance)", True),
+    ]
+
+
+class TestOneModelManyEngines:
+    def test_weights_and_caches_are_shared(self) -> None:
+        loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
+        plain, mtp, deeper = (
+            Engine.over(loaded, drafter=name, draft_length=depth)
+            for name, depth in (("none", 0), ("mtp", 1), ("mtp", 3))
+        )
+        assert plain.target is mtp.target is deeper.target
+        assert mtp.drafter is deeper.drafter
+        assert isinstance(mtp.drafter, MTPDrafter)
+        params = SamplingParams(max_new_tokens=12)
+        expected = plain.generate([5, 6, 7], params).token_ids
+        for engine in (mtp, deeper, plain, mtp):
+            assert engine.generate([5, 6, 7], params).token_ids == expected
+
+    def test_a_draft_model_has_to_be_built_first(self) -> None:
+        loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
+        with pytest.raises(InputError, match="drafter: expected one of none"):
+            Engine.over(loaded, drafter="draft-model")
