@@ -16,6 +16,15 @@ from surefoot.model.spans import Layout, into_passes
 from surefoot.types import Scores, Window
 
 PREFILL_CHUNK = 512
+CUDA_PREFILL_CHUNK = 4096
+
+
+def prefill_chunk(device: torch.device) -> int:
+    """Tokens of a prompt that are read at once. On a CPU, few enough that activations stay near the caches. On a GPU,
+    enough that a chunk's products are bound by arithmetic many times over (2 T flops a weight against 2 bytes: T beyond
+    170 on an H200) and fill the card's tiles evenly; more would only take memory, of which a token of the chunk needs
+    about 14 hidden + 4 ffn + 6 value-width bytes, or the 9B shape 0.6 GB in all."""
+    return CUDA_PREFILL_CHUNK if device.type == "cuda" else PREFILL_CHUNK
 
 
 class DecoderTarget:
@@ -32,8 +41,9 @@ class DecoderTarget:
     def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
         """Empty the slot and read the tokens into it, a chunk at a time."""
         self.cache.reset(slot)
-        for position in range(0, len(tokens), PREFILL_CHUNK):
-            yield position, self.decoder.prefill(tokens[position : position + PREFILL_CHUNK], self.cache, slot)
+        step = prefill_chunk(self.decoder.device)
+        for position in range(0, len(tokens), step):
+            yield position, self.decoder.prefill(tokens[position : position + step], self.cache, slot)
 
     def verify(self, windows: Seq[Window]) -> list[Scores]:
         """Read every window and score its tokens."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 
 def attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -19,10 +20,15 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """A prefill chunk [T, H, D] whose last token is the last of keys, values [Hkv, L, D] -> [T, H, D]; causal."""
+    """A prefill chunk [T, H, D] whose last token is the last of keys, values [Hkv, L, D] -> [T, H, D] of the cache's
+    type; causal."""
     count, length = query.shape[0], keys.shape[1]
-    mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril_(length - count)
+    mask: Tensor
+    if keys.is_cuda and keys.element_size() == 2:
+        mask = causal_lower_right(count, length)  # FlashAttention takes the rule; a mask in memory it would not
+    else:
+        mask = torch.ones(count, length, dtype=torch.bool, device=query.device).tril_(length - count)
     out = F.scaled_dot_product_attention(
         query.to(keys.dtype).transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
     )
-    return out[0].transpose(0, 1).float()
+    return out[0].transpose(0, 1)

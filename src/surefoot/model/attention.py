@@ -21,7 +21,7 @@ class Attention:
     """One full-attention mixer; its weights are `prefix + {q,k,v,o}_proj, {q,k}_norm`."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
-        self._config = c = config
+        self.config = c = config
         # Each head's rows of q_proj are its query, then its gate; here all queries stand first and all gates last.
         q_proj = tensors[prefix + "q_proj.weight"].view(c.num_heads, 2, c.head_dim, c.hidden_size)
         query, gate = (part.reshape(-1, c.hidden_size) for part in q_proj.unbind(1))
@@ -48,12 +48,12 @@ class Attention:
         """x [T, H]: consecutive tokens of one sequence, after `position` cached ones."""
         query, keys, values, gate = self._project(self.in_proj.bulk(x), rope)
         cache.write(slot, position, keys, values)
-        mixed = attend_chunk(query, *cache.read(slot, position + x.shape[0]))
+        mixed = attend_chunk(query, *cache.read(slot, position + x.shape[0])).float()
         return self.out_proj.bulk(torch.sigmoid(gate).mul_(mixed.flatten(1)))
 
     def _project(self, merged: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The merged projection -> query [n, Hq, D], keys and values [n, Hkv, D], gate [n, Hq * D]."""
-        c = self._config
+        c = self.config
         rows, turned = merged.shape[0], c.num_heads + c.num_kv_heads
         heads = merged[:, : (turned + c.num_kv_heads) * c.head_dim].view(rows, -1, c.head_dim)
         query_keys = apply_rope_(self._norm(heads[:, :turned]), *rope)

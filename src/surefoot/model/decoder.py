@@ -135,11 +135,22 @@ class Decoder:
         """Read a chunk of T tokens after what the slot holds, for good; post-norm hidden [T, H]."""
         position = cache.length[slot]
         x = self.embed(torch.tensor(tokens, device=self.device))
-        rope = self.rope.at(torch.arange(position, position + len(tokens), device=self.device))
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
-            x = block.prefill(x, rope, layer, slot, position)
+        self.read(self.blocks, cache.layers, x, slot, position)
         cache.extend(slot, len(tokens))
         return self.norm(x)
+
+    def read(
+        self, blocks: Seq[Block], layers: Seq[KVCache | PrefillState], x: Tensor, slot: int, position: int
+    ) -> None:
+        """Run the blocks over x [T, H] float32, in place: T tokens of one sequence behind `position` others."""
+        if x.is_cuda:
+            from surefoot.model.bulk import read_blocks  # needs Triton, which a CPU does without
+
+            read_blocks(blocks, layers, x, self.rope, slot, position)
+            return
+        rope = self.rope.at(torch.arange(position, position + x.shape[0], device=self.device))
+        for block, layer in zip(blocks, layers, strict=True):
+            block.prefill(x, rope, layer, slot, position)
 
 
 def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> HybridCache:

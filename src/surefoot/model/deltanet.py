@@ -38,7 +38,7 @@ class DeltaNet:
     """One linear-attention mixer; its weights are `prefix + in_proj_*, conv1d, A_log, dt_bias, norm, out_proj`."""
 
     def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
-        self._config = c = config
+        self.config = c = config
         self.lanes = self.lanes_of(c)  # beta and decay logits, padded to whole vectors
         qkv, z, b, a = (tensors[prefix + f"in_proj_{n}.weight"] for n in ("qkv", "z", "b", "a"))
         filler = b.new_zeros(self.lanes - b.shape[0], c.hidden_size)
@@ -75,7 +75,7 @@ class DeltaNet:
 
     def prefill(self, x: Tensor, cache: PrefillState, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
-        c, tokens = self._config, x.shape[0]
+        c, tokens = self.config, x.shape[0]
         u, z, b, a = self._project(self.in_proj.bulk(x))
         strip = torch.cat([cache.conv_past(slot), u])
         key, query, value = self._heads(F.silu(causal_conv(strip, self.taps)))
@@ -96,13 +96,13 @@ class DeltaNet:
     def _by_head(self, channels: Tensor) -> Tensor:
         """Convolution channels [C, ...] from all queries, all keys, all values to (key, query) of each key head, then
         all values: what belongs to a head's state update then lies together."""
-        c = self._config
+        c = self.config
         query, key, value = channels.split([c.key_width, c.key_width, c.value_width])
         pairs = torch.stack([x.view(c.linear_key_heads, c.linear_key_dim, -1) for x in (key, query)], dim=1)
         return torch.cat([pairs.flatten(0, 2), value])
 
     def _project(self, merged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        c = self._config
+        c = self.config
         widths = (c.conv_channels, c.value_width, self.lanes, self.lanes)
         u, z, b, a = merged.split_with_sizes(widths, dim=-1)  # half the time of `split`
         return u, z, b, a
@@ -113,7 +113,7 @@ class DeltaNet:
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The convolution's output [n, C] -> unit keys and queries [n, Hk, 1, Dk], values [n, Hk, 1, r * Dv]."""
-        c, rows = self._config, mixed.shape[0]
+        c, rows = self.config, mixed.shape[0]
         pairs, value = mixed.split_with_sizes((2 * c.key_width, c.value_width), dim=-1)
         units = self._unit(pairs.view(rows, c.linear_key_heads, 2, c.linear_key_dim))
         key, query = units.split_with_sizes((1, 1), dim=2)

@@ -56,8 +56,8 @@ class MTPHead:
         """The same for T consecutive positions of one sequence, the first of which is `position`: [T, H]."""
         device = self.decoder.device
         x = self.fc.bulk(self._inputs(hidden, self.decoder.embed(torch.tensor(tokens, device=device))))
-        rope = self.decoder.rope.at(torch.arange(position, position + x.shape[0], device=device))
-        return self.norm(self.block.prefill(x, rope, lane, slot, position))
+        self.decoder.read([self.block], [lane], x, slot, position)
+        return self.norm(x)
 
     def _inputs(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """The two normed halves side by side, embedding first."""
