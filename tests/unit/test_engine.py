@@ -95,7 +95,7 @@ def test_bad_prompts(folder: Path, prompt: list[Any], message: str) -> None:
         engine.stream(prompt, GREEDY)
     with pytest.raises(InputError, match=message):
         engine.generate([[1, 2], prompt], GREEDY)
-    assert engine.target.cache.length == [0]  # type: ignore[attr-defined]  # nothing half done
+    assert engine.target.cache.length == [0]  # type: ignore[union-attr]  # nothing half done
     assert len(engine.generate([1, 2], GREEDY).token_ids) == 5
 
 
@@ -343,7 +343,7 @@ def load_lane(folder: Path, slots: int) -> KVCache:
 
 
 def test_the_bytes_of_a_slot_are_those_of_its_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = load(folder, slots=2).target.cache  # type: ignore[attr-defined]  # a DecoderTarget
+    cache = load(folder, slots=2).target.cache  # type: ignore[union-attr]  # a DecoderTarget
     monkeypatch.setattr(memory, "memory_of", lambda device: 2 * cache.bytes_per_slot - 1)
     with pytest.raises(InputError, match=f"slots: 2 caches of {cache.bytes_per_slot:,} bytes"):
         build_cache(parse_config(read_json(folder / "config.json")), 2, 64, torch.float32, torch.device("cpu"))

@@ -20,6 +20,7 @@ from torch import Tensor
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Progress
 from surefoot.engine.stats import Clock
+from surefoot.engine.target import prefill_chunk
 from surefoot.errors import NumericalError
 from surefoot.kernels.fused import ngram
 from surefoot.kernels.fused.rows import Text
@@ -33,7 +34,6 @@ DeviceDrafterName = Literal["none", "ngram", "mtp", "mtp+ngram"]
 DEVICE_DRAFTERS = get_args(DeviceDrafterName)
 GOOD_MATCH = 4  # matched tokens from which a copied draft is taken before the head's, as drafters.combined does
 AHEAD = 2  # steps in flight
-PREFILL_CHUNK = 2048
 
 
 @dataclass
@@ -222,8 +222,9 @@ class DeviceTarget:
     def _read(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
         cache = self.model.prefill_cache
         cache.reset(slot)
-        for position in range(0, len(tokens), PREFILL_CHUNK):
-            yield position, self.decoder.prefill(tokens[position : position + PREFILL_CHUNK], cache, slot)
+        step = prefill_chunk(self.decoder.device)
+        for position in range(0, len(tokens), step):
+            yield position, self.decoder.prefill(tokens[position : position + step], cache, slot)
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = -1

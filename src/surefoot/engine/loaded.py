@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
     from surefoot.model.fused import FusedModel
 
 
+FUSED_WINDOW = 9  # tokens of a window that the GPU's caches leave room for at least, so that most depths share them
+
+
 class LoadedModel:
     """Decoder and MTP head (None without one) with the checkpoint's tokenizer. Engines over one model take turns: they
     use the same slots."""
@@ -118,7 +121,7 @@ class LoadedModel:
                 if self._fused is None or self._fused.slots != slots or self._fused.window <= depth:
                     self._device_targets.clear()  # theirs is another model's memory
                     self._fused = None
-                    self._fused = FusedModel(self.decoder, self.head, slots, depth + 1)
+                    self._fused = FusedModel(self.decoder, self.head, slots, max(depth + 1, FUSED_WINDOW))
                 self._device_targets[key] = DeviceTarget(self._fused, drafter, depth)  # type: ignore[arg-type]
         return self._device_targets[key]
 

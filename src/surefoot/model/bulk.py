@@ -17,6 +17,7 @@ from surefoot.kernels.fused.bulk import add_norm, conv_heads, gated_norm, place_
 from surefoot.kernels.fused.chunk import ChunkWorkspace, DeltaGates, delta_chunk
 from surefoot.kernels.linear import BlockLinear, Linear
 from surefoot.kernels.norm import RMSNorm
+from surefoot.kernels.quantise import Weight, dense_of
 from surefoot.kernels.rope import RopeTable
 from surefoot.model.attention import Attention
 from surefoot.model.decoder import Block
@@ -42,13 +43,13 @@ def read_blocks(
         x += added
 
 
-def _weight(layer: Linear) -> Tensor:
+def _weight(layer: Linear) -> Weight:
     assert isinstance(layer, BlockLinear), "this path reads weights that are not packed"
     return layer.weight
 
 
 def _product(layer: Linear, x: Tensor) -> Tensor:
-    return F.linear(x, _weight(layer))
+    return F.linear(x, dense_of(_weight(layer)))
 
 
 def _add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
