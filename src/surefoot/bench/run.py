@@ -69,7 +69,10 @@ def run(settings: Settings, stage: Stage = no_stage) -> Report:
         rows, equal = bench.speeds(bench.library(), stage)
     config, device = bench.model.config, bench.model.decoder.device
     kv_dtype = torch.float32 if device.type == "cpu" else None  # as the caches are
-    step = step_bytes(config, settings.context, settings.batch, bench.model.decoder.dtype, kv_dtype=kv_dtype)
+    weights = torch.float8_e4m3fn if settings.weights == "fp8" else bench.model.decoder.dtype
+    if weights != bench.model.decoder.dtype:
+        kv_dtype = bench.model.decoder.dtype
+    step = step_bytes(config, settings.context, settings.batch, weights, kv_dtype=kv_dtype)
     return Report(
         model=settings.label,
         random_weights=settings.shape is not None,
@@ -190,11 +193,10 @@ class Bench:
     def _passes(self) -> Iterator[Passes]:
         """The fused model's where it runs, else those of the engine's own target."""
         model, s = self.model, self.settings
-        if model.decoder.device.type == "cuda" and model.config.moe is None:
-            from surefoot.bench.fused import SIZES, FusedPasses
-            from surefoot.model.fused import FusedModel
+        if model.fits_kernels():
+            from surefoot.bench.fused import FusedPasses
 
-            yield FusedPasses(FusedModel(model.decoder, model.head, s.batch, max(SIZES)), s.context)
+            yield FusedPasses(model.fused(s.batch), s.context)
             return
         passes = EagerPasses(model.target(s.batch), model.head, s.context)
         yield passes
@@ -206,7 +208,8 @@ def load_model(settings: Settings, progress: Advance) -> LoadedModel:
     device, dtype = parse_device(settings.device), parse_dtype(settings.dtype)
     if settings.shape is not None:
         config = SHAPES[settings.shape]
-        return LoadedModel.from_tensors(config, random_tensors(config, settings.seed, device, dtype), settings.max_len)
+        tensors = random_tensors(config, settings.seed, device, dtype)
+        return LoadedModel.from_tensors(config, tensors, settings.max_len, narrow=settings.weights == "fp8")
     assert settings.model is not None
     needs_head = any(name in NEED_HEAD for name in settings.drafters)
     return LoadedModel.from_checkpoint(settings.model, device=device, dtype=dtype, max_len=settings.max_len,

@@ -16,7 +16,7 @@ from surefoot.sampling import require_int
 PLAIN = "plain"
 LABELS = {"none": PLAIN, "ngram": "n-gram", "mtp": "MTP", "mtp+ngram": "MTP + n-gram"}
 STEP_ROOM = 128  # positions behind the context that checking and timing single passes takes
-WEIGHTS = ("bf16",)
+WEIGHTS = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class Settings:
         device = parse_device(self.device)
         if self.weights not in WEIGHTS:
             raise InputError(f"weights: expected one of {', '.join(WEIGHTS)}, found {shown(self.weights)}")
+        if self.weights == "fp8" and (device.type == "cpu" or self.shape is None):
+            raise InputError("weights: expected fp8 with a shape on a GPU only, "
+                             f"found device {self.device}, shape {shown(self.shape)}")  # fmt: skip
         for name in ("context", "batch", "prompts", "rounds"):
             require_int(name, getattr(self, name), low=1)
         require_int("tokens", self.tokens, low=2)  # against transformers one of them is taken off

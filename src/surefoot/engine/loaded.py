@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
     from surefoot.model.fused import FusedModel
 
 
-FUSED_WINDOW = 9  # tokens of a window that the GPU's caches leave room for at least, so that most depths share them
+FUSED_WINDOW = 16  # tokens of the longest window on a GPU: drafters of every depth share its caches
 
 
 class LoadedModel:
@@ -46,7 +46,7 @@ class LoadedModel:
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
         self._targets: dict[int, DecoderTarget] = {}
-        self._fused: FusedModel | None = None
+        self._fused: dict[int, FusedModel] = {}
         self._device_targets: dict[tuple[str, int, int], DeviceTarget] = {}
         self._drafters: dict[tuple[str, int], Drafter] = {}
 
@@ -81,15 +81,16 @@ class LoadedModel:
         max_len: int,
         *,
         with_head: bool = True,
+        narrow: bool = False,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
     ) -> LoadedModel:
         """From tensors of the canonical names (`model.tensors`), which are emptied; their device and dtype are the
-        model's."""
+        model's. `narrow` keeps the linear layers' weights in 8 bits (`kernels.quantise`), on a GPU."""
         with torch.inference_mode():
             on_gpu = tensors["model.embed_tokens.weight"].is_cuda
-            linear = LinearFactory(pack=not on_gpu)  # fused kernels read weights as they are
+            linear = LinearFactory(pack=not on_gpu, quantise=narrow)  # fused kernels read weights as they are
             decoder = Decoder(config, tensors, min(max_len, config.max_positions), linear)
             head = MTPHead(decoder, tensors) if config.mtp_layers and with_head else None
         return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes)
@@ -104,26 +105,38 @@ class LoadedModel:
     def device_target(self, drafter: str, draft_length: int, slots: int) -> DeviceTarget | None:
         """The target whose step, this drafter included, runs on the GPU alone; None where that cannot be: on a CPU, for
         shapes that the kernels do not take, for other drafters. Asked again, the same one."""
-        device = self.decoder.device
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or find_spec("triton") is None:
+        if not self.fits_kernels():
             return None
         from surefoot.engine.device import DEVICE_DRAFTERS, DeviceTarget
-        from surefoot.model.fused import FusedModel, fits
 
         if drafter == "auto":
             drafter = "ngram" if self.head is None else "mtp"
-        if not fits(self.config) or drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
+        if drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
             return None
         depth = 0 if drafter == "none" else draft_length
         key = (drafter, depth, slots)
         if key not in self._device_targets:
             with torch.inference_mode():
-                if self._fused is None or self._fused.slots != slots or self._fused.window <= depth:
-                    self._device_targets.clear()  # theirs is another model's memory
-                    self._fused = None
-                    self._fused = FusedModel(self.decoder, self.head, slots, max(depth + 1, FUSED_WINDOW))
-                self._device_targets[key] = DeviceTarget(self._fused, drafter, depth)  # type: ignore[arg-type]
+                self._device_targets[key] = DeviceTarget(self.fused(slots), drafter, depth)  # type: ignore[arg-type]
         return self._device_targets[key]
+
+    def fused(self, slots: int) -> FusedModel:
+        """The model as the GPU's step runs it, with caches for so many slots; asked again, the same one."""
+        from surefoot.model.fused import FusedModel
+
+        if slots not in self._fused:
+            with torch.inference_mode():
+                self._fused[slots] = FusedModel(self.decoder, self.head, slots, FUSED_WINDOW)
+        return self._fused[slots]
+
+    def fits_kernels(self) -> bool:
+        """Whether `fused` can be had: a GPU, Triton, and a shape that the kernels take."""
+        device = self.decoder.device
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or find_spec("triton") is None:
+            return False
+        from surefoot.model.fused import fits
+
+        return fits(self.config)
 
     def drafter(self, name: str, slots: int) -> Drafter:
         """The drafter of this name for so many slots; asked again, the same one."""
