@@ -6,8 +6,8 @@ unit lower triangular system (I + A) X = B. Its inverse is put together from tho
     [[P, 0], [C, Q]]^-1 = [[P^-1, 0], [-Q^-1 C P^-1, Q^-1]]
 
 which holds for any keys. (The power series (I - A)(I + A^2)(I + A^4)... takes as many products, but where keys repeat
-its terms outgrow the sum by far.) The second kernel walks along the chunks with a part of one head's state in registers:
-state columns do not meet, so each program owns some.
+its terms outgrow the sum by far.) The second kernel walks along the chunks with a part of one head's state in
+registers: state columns do not meet, so each program owns some.
 
 Products take operands of the inputs' type and sum in float32; state, decays and the inverse are float32. With 16-bit
 inputs the inverse is worked out in TF32, whose rounding is a quarter of what it then meets as an operand.
