@@ -19,9 +19,13 @@ from surefoot.model.tensors import random_tensors
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 
-CONFIG = replace(tiny_config(linear_value_dim=16), vocab_size=61)
-PROMPTS = [[5, 9, 5, 9, 5, 9, 5], [3], [7, 1, 2, 7, 1, 2, 7, 1]]
-MAX_LEN = 64
+CONFIG = replace(  # as small as it goes: the interpreter takes its time
+    tiny_config(linear_value_dim=16, linear_key_heads=1, linear_value_heads=2, linear_key_dim=16),
+    vocab_size=61, hidden_size=32, ffn_width=32, num_heads=2, num_kv_heads=1,
+    layer_types=("linear_attention", "full_attention"),
+)  # fmt: skip
+PROMPTS = [[5, 9, 5, 9, 5], [3], [7, 1, 2, 7, 1, 2]]
+MAX_LEN = 32
 
 
 def build(device: torch.device) -> tuple[Decoder, MTPHead]:
@@ -49,7 +53,7 @@ CASES: list[tuple[DeviceDrafterName, int]] = [("none", 0), ("ngram", 3), ("mtp",
 def test_the_tokens_are_those_of_the_host(
     device: torch.device, drafter: DeviceDrafterName, depth: int, temperature: float
 ) -> None:
-    params = SamplingParams(max_new_tokens=9, temperature=temperature, seed=11)
+    params = SamplingParams(max_new_tokens=6, temperature=temperature, seed=11)
     with torch.inference_mode():
         decoder, head = build(device)
         expected = sequences(params, 2)
@@ -59,7 +63,7 @@ def test_the_tokens_are_those_of_the_host(
 
 
 def test_more_requests_than_slots_and_a_stop_inside_a_draft(device: torch.device) -> None:
-    params = SamplingParams(max_new_tokens=8)
+    params = SamplingParams(max_new_tokens=6)
     with torch.inference_mode():
         decoder, head = build(device)
         expected = sequences(params, 3)
@@ -75,10 +79,10 @@ def test_more_requests_than_slots_and_a_stop_inside_a_draft(device: torch.device
 
 
 def test_rejection_gives_tokens_in_bounds_and_is_repeatable(device: torch.device) -> None:
-    params = SamplingParams(max_new_tokens=8, temperature=0.8, top_k=20, top_p=0.9, seed=5, acceptance="rejection")
+    params = SamplingParams(max_new_tokens=6, temperature=0.8, top_k=20, top_p=0.9, seed=5, acceptance="rejection")
     with torch.inference_mode():
         decoder, head = build(device)
         target = DeviceTarget(FusedModel(decoder, head, 2, 4), "mtp", 3)
         first = outputs(target, sequences(params, 2))
         assert first == outputs(target, sequences(params, 2))
-        assert all(len(tokens) == 8 and max(tokens) < CONFIG.vocab_size for tokens in first)
+        assert all(len(tokens) == 6 and max(tokens) < CONFIG.vocab_size for tokens in first)

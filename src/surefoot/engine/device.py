@@ -239,13 +239,16 @@ class DeviceTarget:
     def _step(self, size: int, sampled: bool) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
         if (size, sampled) not in self._steps:
-            # While it is recorded, no slot is in use.
-            used = self._slots.clone()
-            self._slots.fill_(-1)
             step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled)
             if self._slots.is_cuda:
+                # While it is recorded, no slot is in use; what the step writes all the same is put back.
+                progress = self.model.progress
+                touched = (self._slots, progress.fresh, progress.hidden)
+                before = [tensor.clone() for tensor in touched]
+                self._slots.fill_(-1)
                 step.capture()
-            self._slots.copy_(used)
+                for tensor, value in zip(touched, before, strict=True):
+                    tensor.copy_(value)
             self._steps[size, sampled] = step
         return self._steps[size, sampled]
 
