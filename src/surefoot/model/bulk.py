@@ -20,7 +20,7 @@ from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import Weight, dense_of
 from surefoot.kernels.rope import RopeTable
 from surefoot.model.attention import Attention
-from surefoot.model.decoder import Block
+from surefoot.model.block import Block
 from surefoot.model.deltanet import DeltaNet, PrefillState
 from surefoot.model.ffn import FeedForward, SwiGLU
 

@@ -23,7 +23,8 @@ from surefoot.kernels.linear import BlockLinear, Linear
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import Weight
 from surefoot.model.attention import Attention
-from surefoot.model.decoder import Block, Decoder, build_kv
+from surefoot.model.block import Block
+from surefoot.model.decoder import Decoder, build_kv
 from surefoot.model.deltanet import DeltaNet
 from surefoot.model.ffn import FeedForward, MoE, SwiGLU
 from surefoot.model.mtp import MTPHead

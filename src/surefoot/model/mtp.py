@@ -15,7 +15,8 @@ from torch import Tensor
 from surefoot.cache import KVCache
 from surefoot.errors import CheckpointError
 from surefoot.kernels.norm import RMSNorm
-from surefoot.model.decoder import Block, Decoder, build_kv
+from surefoot.model.block import Block
+from surefoot.model.decoder import Decoder, build_kv
 from surefoot.model.spans import Layout
 from surefoot.model.tensors import let_go
 
