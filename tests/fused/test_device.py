@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from surefoot import Engine
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.device import DeviceDrafterName, DeviceTarget
 from surefoot.engine.runner import run
 from surefoot.engine.target import DecoderTarget
+from surefoot.errors import InputError
 from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.tiny import tiny_config
 from surefoot.model import Decoder, MTPHead
@@ -86,3 +88,12 @@ def test_rejection_gives_tokens_in_bounds_and_is_repeatable(device: torch.device
         first = outputs(target, sequences(params, 2))
         assert first == outputs(target, sequences(params, 2))
         assert all(len(tokens) == 6 and max(tokens) < CONFIG.vocab_size for tokens in first)
+
+
+def test_an_engine_cannot_put_another_drafter_over_the_step(device: torch.device) -> None:
+    with torch.inference_mode():
+        decoder, head = build(device)
+        target = DeviceTarget(FusedModel(decoder, head, 1, 3), "mtp", 2)
+    assert Engine(target, target.drafter, 2).drafter.name == "mtp"
+    with pytest.raises(InputError, match="expected the one in the target's own step, 'mtp', found 'none'"):
+        Engine(target, NoDrafter(), 0)

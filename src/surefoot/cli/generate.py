@@ -8,8 +8,6 @@ from dataclasses import replace
 
 from surefoot.cli.options import Options
 from surefoot.cli.session import Run, Session, TextStream
-from surefoot.drafters.none import NoDrafter
-from surefoot.engine.engine import Engine
 from surefoot.engine.stats import Stats
 
 WARM_UP_TOKENS = 8
@@ -34,9 +32,7 @@ def compare(options: Options) -> bool:
     """
     session = Session.open(options)
     drafted = session.engine
-    plain = Engine(
-        drafted.target, NoDrafter(), 0, tokenizer=drafted.tokenizer, eos_token_ids=drafted.eos_token_ids
-    )  # fmt: skip
+    plain = drafted.plain()
     short = replace(session.params, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
     for engine in (drafted, plain):  # first calls pay for allocations and thread pools
         Run(engine, session.prompt[-WARM_UP_TOKENS:], short).finish()

@@ -26,7 +26,7 @@ from surefoot.kernels.fused import ngram
 from surefoot.kernels.fused.rows import Text
 from surefoot.model.fused import FusedModel
 from surefoot.sequence import Sequence
-from surefoot.types import Draft, Verdict
+from surefoot.types import Draft, Drafter, Verdict
 from surefoot.verify.fused.acceptance import RECORD, Rejection, accept
 from surefoot.verify.fused.sampling import Requests, Workspace, choose, draw_draft
 
@@ -150,7 +150,8 @@ class DeviceTarget:
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int) -> None:
         self.model, self.decoder = model, model.decoder
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
-        self.drafter, self._name = DeviceDrafter(drafter), drafter
+        self.drafter: Drafter = DeviceDrafter(drafter)
+        self._name = drafter
         self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
         self._requests = Requests.empty(model.slots, device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.drafters.draft_model import DraftModelDrafter
+from surefoot.drafters.none import NoDrafter
 from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length, check_drafter, has_all
 from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel
@@ -47,10 +48,16 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
+        model: LoadedModel | None = None,
     ) -> None:
         if not isinstance(target, RunsItself) and not has_all(target, TARGET_PARTS):
             raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
         check_drafter(drafter, ())
+        if isinstance(target, RunsItself) and drafter is not target.drafter:
+            raise InputError(
+                f"drafter: expected the one in the target's own step, {target.drafter.name!r}, found {drafter.name!r}: "
+                "other drafters need an engine of their own, see Engine.over"
+            )
         device = target.decoder.device if isinstance(target, (DecoderTarget, RunsItself)) else torch.device("cpu")
         check_draft_length(drafter.name, draft_length, device)
         self.target = target
@@ -59,6 +66,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
+        self.model = model
         self.clock = Clock()
         self._busy = False
 
@@ -126,7 +134,14 @@ class Engine:
             target = model.target(slots)
             chosen = model.drafter(drafter, slots) if isinstance(drafter, str) else drafter
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
-                   eos_token_ids=model.eos_token_ids, notes=notes)  # fmt: skip
+                   eos_token_ids=model.eos_token_ids, notes=notes, model=model)  # fmt: skip
+
+    def plain(self) -> Engine:
+        """An engine that decodes plainly, over the same weights and slots; the two take turns."""
+        if isinstance(self.target, RunsItself):
+            assert self.model is not None, "such targets come from a LoadedModel"
+            return Engine.over(self.model, drafter="none", draft_length=0, slots=self.target.slots)
+        return Engine(self.target, NoDrafter(), 0, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str; it is one prompt

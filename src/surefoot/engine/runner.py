@@ -26,6 +26,7 @@ class RunsItself(Protocol):
     max_len: int
     slots: int
     decoder: Decoder
+    drafter: Drafter
 
     def run(
         self, sequences: Iterable[Sequence], clock: Clock | None = None, progress: Progress | None = None
