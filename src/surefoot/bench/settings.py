@@ -97,7 +97,7 @@ class Settings:
         words = ["surefoot", "bench"]
         for field in fields(self):
             value = self.label if field.name == "model" and self.shape is None else getattr(self, field.name)
-            if value != field.default and field.name != "seed":
+            if value != field.default:
                 listed = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 words += ["--" + field.name.replace("_", "-"), listed]
         return " ".join(words)

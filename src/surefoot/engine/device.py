@@ -281,10 +281,9 @@ class _Flight:
             *drafts, accepted, token, flags, position = rows[slot]
             if flags & ((2 << accepted) - 1):
                 row = (flags & -flags).bit_length() - 1
-                raise NumericalError(
-                    f"logits at position {position + row}: expected finite numbers or -inf, found none"
-                )
+                raise NumericalError(f"logits at position {position + row}: expected finite numbers, found NaN or inf")
             length = drafts.index(-1) if -1 in drafts else len(drafts)
+            length = max(0, min(length, sequence.limit - position - 1))  # the kernel judges none behind the limit
             emitted = sequence.extend((*drafts[:accepted], token))
             draft = Draft(tuple(drafts[:length]), source=self._source)
             records.append(StepRecord(sequence, position, draft, Verdict(accepted, token), emitted))
