@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from surefoot import Engine
+from surefoot.drafters.mtp import MTPDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.device import DeviceDrafterName, DeviceTarget
 from surefoot.engine.runner import run
@@ -97,3 +98,16 @@ def test_an_engine_cannot_put_another_drafter_over_the_step(device: torch.device
     assert Engine(target, target.drafter, 2).drafter.name == "mtp"
     with pytest.raises(InputError, match="expected the one in the target's own step, 'mtp', found 'none'"):
         Engine(target, NoDrafter(), 0)
+
+
+def test_statistics_are_those_of_the_host(device: torch.device) -> None:
+    """A draft that reaches past the request's end counts up to there only."""
+    params = SamplingParams(max_new_tokens=5)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        host = Engine(DecoderTarget(decoder, 1), MTPDrafter(head, 1), 3)
+        target = DeviceTarget(FusedModel(decoder, head, 1, 4), "mtp", 3)
+        theirs, ours = (engine.generate(PROMPTS[0], params) for engine in (host, Engine(target, target.drafter, 3)))
+    assert ours.token_ids == theirs.token_ids
+    for name in ("steps", "proposed_by_position", "accepted_by_position"):
+        assert getattr(ours.stats, name) == getattr(theirs.stats, name)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from surefoot.bench import run as bench_run
 from surefoot.bench.cost import Ceiling, StepBytes, step_bytes
 from surefoot.bench.lossless import NotLosslessError, check_outputs
-from surefoot.bench.measure import LIBRARY, Sample, make_row, measure, measure_synthetic
+from surefoot.bench.measure import LIBRARY, Sample, make_row, measure
 from surefoot.bench.prompts import held_out, random_prompts, text_prompts
 from surefoot.bench.settings import PLAIN, Method, Settings
 from surefoot.cli.main import app
@@ -239,8 +236,6 @@ class TestBadInput:
             (("--depths", "1,x"), "--depths"),
             (("--depths", "0"), "draft_length"),
             (("--against", "all"), "against"),
-            (("--synthetic-acceptance", "1.5"), "synthetic_acceptance"),
-            (("--synthetic-acceptance", ".9,.8"), "synthetic_acceptance"),
             (("--json", "/nowhere/x.json"), "--json"),
         ],
     )
@@ -257,33 +252,6 @@ class TestBadInput:
         monkeypatch.setitem(sys.modules, "transformers", None)
         line = refused(call("-m", model, *SMALL, "--against", "transformers"), 2, saved)
         assert "surefoot[transformers]" in line
-
-
-class Decreed(Engine):
-    """An engine that can keep drafts by decree."""
-
-    @contextmanager
-    def synthetic(self, shares: Seq[float]) -> Iterator[None]:
-        self.shares = tuple(shares)
-        yield
-
-
-def test_synthetic_acceptance_goes_through_the_engines_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
-    engine = Decreed.over(loaded, drafter="mtp", draft_length=2)
-    assert isinstance(engine, Decreed)
-    assert measure_synthetic(engine, (0.9, 0.5), [[[1, 2, 3]]], SamplingParams(max_new_tokens=4)).counted == 4
-    assert engine.shares == (0.9, 0.5)
-
-    monkeypatch.setattr(bench_run, "Engine", Decreed)
-    monkeypatch.setitem(SHAPES, "small", CONFIG)
-    settings = Settings(shape="small", context=5, tokens=4, rounds=1, prompts=1, dtype="float32",
-                        drafters=("mtp",), depths=(1, 2, 3), synthetic_acceptance=(0.9, 0.5))  # fmt: skip
-    rows = bench_run.run(settings).rows
-    assert [(row.name, row.synthetic) for row in rows[4:]] == [
-        ("MTP, K = 1 (synthetic acceptance)", True),
-        ("MTP, K = 2 (synthetic acceptance)", True),
-    ]
 
 
 class TestOneModelManyEngines:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from surefoot.bench.prompts import random_tokens
 from surefoot.bench.turns import Action
+from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
 from surefoot.model.fused import FusedModel
 
@@ -78,12 +79,4 @@ class FusedPasses:
     def _recorded(self, action: Callable[[], Tensor]) -> Action:
         if not self._cuda:
             return action
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles what has to be, which recording must not see
-            action()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            action()
-        return graph.replay
+        return recorded(action)

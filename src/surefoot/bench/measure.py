@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -14,7 +13,6 @@ from surefoot.bench.settings import PLAIN, Method
 from surefoot.bench.turns import Action, Spread, median_ratio, nothing
 from surefoot.engine.engine import Engine
 from surefoot.engine.stats import Seconds, Stats
-from surefoot.errors import InputError
 from surefoot.sampling import SamplingParams
 
 LIBRARY = "transformers"
@@ -35,7 +33,7 @@ class Sample:
 class Row:
     """One way to decode. Spreads are over the rounds, `to_plain` and `to_library` medians of ratios taken within each;
     `seconds` is the median round's, over all prompts. `kept_by_position`: the share of drafts that reach a position
-    whose token there was kept. `synthetic`: drafts were kept by decree, with the given acceptance."""
+    whose token there was kept."""
 
     name: str
     drafter: str
@@ -46,7 +44,6 @@ class Row:
     tokens_per_step: float
     kept_by_position: list[float]
     seconds: dict[str, float]
-    synthetic: bool = False
 
 
 def decode(engine: Engine, prompts: Prompts, params: SamplingParams) -> Sample:
@@ -77,23 +74,6 @@ def decode_library(library: Library, prompts: Prompts, tokens: int) -> Sample:
     return Sample(outputs, counted, Seconds(prefill_s=prefill, decode_s=whole - prefill))
 
 
-def synthetic_hook(engine: Engine) -> Callable[[Seq[float]], AbstractContextManager[None]]:
-    """What makes an engine keep drafts by decree: `engine.synthetic(shares)` is a context in which draft token i is
-    kept with probability shares[i] if the one before it was, and the text goes on as without drafts. Raises InputError
-    for an engine that has none."""
-    hook: Callable[[Seq[float]], AbstractContextManager[None]] | None = getattr(engine, "synthetic", None)
-    if hook is None:
-        raise InputError("synthetic_acceptance: expected an engine that can keep drafts by decree, found the engine of "
-                         f"target {type(engine.target).__name__}, which cannot")  # fmt: skip
-    return hook
-
-
-def measure_synthetic(engine: Engine, shares: Seq[float], prompts: Prompts, params: SamplingParams) -> Sample:
-    """`decode` with drafts kept by decree. The output is that of plain decoding. Raises InputError."""
-    with synthetic_hook(engine)(shares):
-        return decode(engine, prompts, params)
-
-
 def measure(
     actions: Mapping[str, Callable[[], Sample]], rounds: int, free: Seq[str] = (), turn: Action = nothing
 ) -> dict[str, list[Sample]]:
@@ -113,7 +93,7 @@ def rates(samples: Iterable[Sample]) -> list[float]:
     return [sample.counted / sample.seconds.decode_s for sample in samples]
 
 
-def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]], synthetic: bool = False) -> Row:
+def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]]) -> Row:
     """What the samples say of one of them; `method` None is `transformers`."""
     own = rates(samples[name])
     stats = samples[name][0].stats  # the same in every round
@@ -130,7 +110,6 @@ def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]
         emitted / passes if passes else 1.0,
         kept_shares(stats),
         dict(vars(middle.seconds)),
-        synthetic,
     )
 
 

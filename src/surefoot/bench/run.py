@@ -23,8 +23,6 @@ from surefoot.bench.measure import (
     decode_library,
     make_row,
     measure,
-    measure_synthetic,
-    synthetic_hook,
 )
 from surefoot.bench.passes import EagerPasses, Passes
 from surefoot.bench.prompts import random_prompts, text_prompts
@@ -114,8 +112,6 @@ class Bench:
             name: Engine.over(model, drafter=method.drafter, draft_length=method.depth, slots=settings.batch)
             for name, method in methods.items()
         }
-        if settings.synthetic_acceptance:
-            synthetic_hook(engines[PLAIN])
         params = SamplingParams(max_new_tokens=settings.tokens, ignore_eos=True)
         return cls(settings, model, methods, engines, make_prompts(settings, model), params)
 
@@ -155,18 +151,13 @@ class Bench:
         return Library.from_folder(find_model(s.model), self.model.config.moe is not None, dtype, device)
 
     def speeds(self, library: Library | None, stage: Stage) -> tuple[list[Row], int | None]:
-        """A row for every method and, last, those with synthetic acceptance; for how many prompts `transformers` gave
-        the same tokens."""
+        """A row for every method; for how many prompts `transformers` gave the same tokens."""
         actions: dict[str, Callable[[], Sample]] = {}
         if library is not None:
             actions[LIBRARY] = partial(decode_library, library, self.prompts, self.settings.tokens)
             actions[LIBRARY]()  # warms up
         for name, engine in self.engines.items():
             actions[name] = partial(decode, engine, self.prompts, self.params)
-        synthetic = {f"{name} (synthetic acceptance)": name for name in self._synthetic()}
-        for name, method in synthetic.items():
-            shares = self.settings.synthetic_acceptance[: self.methods[method].depth]
-            actions[name] = partial(measure_synthetic, self.engines[method], shares, self.prompts, self.params)
         done, total = 0, len(actions) * self.settings.rounds
         with stage("measuring") as bar:
 
@@ -176,18 +167,11 @@ class Bench:
                 bar(done, total)
 
             samples = measure(actions, self.settings.rounds, free=[LIBRARY], turn=turn)
-        rows = [make_row(name, self.methods.get(name), samples) for name in actions if name not in synthetic]
-        for name, method in synthetic.items():
-            rows.append(make_row(name, self.methods[method], samples, synthetic=True))
+        rows = [make_row(name, self.methods.get(name), samples) for name in actions]
         if library is None:
             return rows, None
         pairs = zip(samples[PLAIN][0].outputs, samples[LIBRARY][0].outputs, strict=True)
         return rows, sum(ours == theirs for ours, theirs in pairs)
-
-    def _synthetic(self) -> list[str]:
-        """The methods to be measured with synthetic acceptance: MTP no deeper than it is given for."""
-        given = len(self.settings.synthetic_acceptance)
-        return [name for name, method in self.methods.items() if method.drafter == "mtp" and method.depth <= given]
 
     @contextmanager
     def _passes(self) -> Iterator[Passes]:

@@ -16,7 +16,7 @@ from surefoot.sampling import require_int
 PLAIN = "plain"
 LABELS = {"none": PLAIN, "ngram": "n-gram", "mtp": "MTP", "mtp+ngram": "MTP + n-gram"}
 STEP_ROOM = 128  # positions behind the context that checking and timing single passes takes
-WEIGHTS = ("bf16", "fp8")
+WEIGHTS = ("whole", "fp8")  # in `dtype`, or in 8 bits with scales
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Settings:
     shape: str | None = None
     device: str = "cpu"
     dtype: str = "bfloat16"
-    weights: str = "bf16"
+    weights: str = "whole"
     context: int = 1024
     batch: int = 1
     prompts: int = 3
@@ -51,7 +51,6 @@ class Settings:
     tokens: int = 256
     rounds: int = 5
     against: str | None = None
-    synthetic_acceptance: tuple[float, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,9 +73,6 @@ class Settings:
             _one_of("drafters", drafter, LABELS)
         for depth in self.depths:
             check_draft_length("mtp", depth, device)
-        if any(not 0 <= share <= 1 for share in self.synthetic_acceptance):
-            raise InputError("synthetic_acceptance: expected shares from 0 to 1, found "
-                             f"{shown(self.synthetic_acceptance)}")  # fmt: skip
 
     @property
     def max_len(self) -> int:

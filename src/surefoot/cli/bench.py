@@ -52,7 +52,6 @@ def settings_of(options: BenchOptions) -> Settings:
         tokens=options.tokens,
         rounds=options.rounds,
         against=options.against,
-        synthetic_acceptance=_listed("--synthetic-acceptance", options.synthetic_acceptance, float),
         seed=options.seed,
     )
 

@@ -97,7 +97,9 @@ class BenchOptions:
     ] = None
     device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
     dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "bfloat16"
-    weights: Annotated[str, _option("--weights", help="How weights are kept: bf16.", panel=MODEL)] = "bf16"
+    weights: Annotated[
+        str, _option("--weights", help="whole (in --dtype), or fp8: with --shape, on a GPU.", panel=MODEL)
+    ] = "whole"
     context: Annotated[int, _option("--context", help="Tokens of a prompt.", panel=MEASURE)] = 1024
     batch: Annotated[int, _option("--batch", help="Sequences that decode together.", panel=MEASURE)] = 1
     prompts: Annotated[
@@ -109,10 +111,6 @@ class BenchOptions:
         str, _option("--drafters", "-d", help="Of none,ngram,mtp,mtp+ngram; all that the model has.", panel=DRAFT)
     ] = ""
     depths: Annotated[str, _option("--depths", "-k", help="Draft lengths.", panel=DRAFT)] = "1,2,3,4,5,6"
-    synthetic_acceptance: Annotated[
-        str, _option("--synthetic-acceptance", help="Keep draft token i with this probability instead, .92,.85 say.",
-                     panel=DRAFT)
-    ] = ""  # fmt: skip
     against: Annotated[
         str | None, _option("--against", help="transformers: measure its generate too.", panel=MEASURE)
     ] = None

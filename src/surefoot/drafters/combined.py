@@ -11,6 +11,8 @@ from surefoot.sampling import require_int
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter
 
+MIN_MATCH = 4  # matched tokens from which a copied draft is taken before the other drafter's
+
 
 class CombinedDrafter:
     """Copies from the text if its last `min_match` tokens or more stood there before, and asks `then` otherwise.
@@ -19,7 +21,7 @@ class CombinedDrafter:
     beats a model's guess; a short one is often chance. Raises InputError if `min_match` is below 1.
     """
 
-    def __init__(self, first: NgramDrafter, then: Drafter, min_match: int = 4) -> None:
+    def __init__(self, first: NgramDrafter, then: Drafter, min_match: int = MIN_MATCH) -> None:
         require_int("min_match", min_match, low=1)
         self.name = f"{then.name}+{first.name}"
         self._first = first

@@ -2,7 +2,8 @@
 
 A step is what it is on the host (engine.loop): draft, verify, commit. Here nothing waits for the host: the tokens, the
 lengths and the requests' parameters live on the device, the drafter reads what the last step committed, and the host
-learns by a record what happened, one step late, while the next step runs. A request that ends is noticed then; the step
+learns by a record what happened, one step late, while the next step runs (at once while requests wait for a slot, which
+an ending may free). A request that ends is noticed then; the step
 that ran for it in vain changes nothing that anyone reads.
 """
 
@@ -11,18 +12,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from surefoot.drafters.combined import MIN_MATCH
+from surefoot.drafters.none import NoDrafter
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Progress
 from surefoot.engine.stats import Clock
 from surefoot.engine.target import prefill_chunk
 from surefoot.errors import NumericalError
 from surefoot.kernels.fused import ngram
+from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
 from surefoot.model.fused import FusedModel
 from surefoot.sequence import Sequence
@@ -32,25 +35,14 @@ from surefoot.verify.fused.sampling import Requests, Workspace, choose, draw_dra
 
 DeviceDrafterName = Literal["none", "ngram", "mtp", "mtp+ngram"]
 DEVICE_DRAFTERS = get_args(DeviceDrafterName)
-GOOD_MATCH = 4  # matched tokens from which a copied draft is taken before the head's, as drafters.combined does
 AHEAD = 2  # steps in flight
 
 
-@dataclass
-class DeviceDrafter:
-    """The name of a drafter that is part of the step; it has nothing to do outside of it."""
+class StepDrafter(NoDrafter):
+    """Stands for a drafter that is part of the step: it has a name, and nothing to do."""
 
-    name: str
-
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
-        """Empty drafts."""
-        return [Draft(source=self.name) for _ in sequences]
-
-    def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
-        """Nothing."""
-
-    def release(self, sequence: Sequence) -> None:
-        """Nothing."""
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class DeviceStep:
@@ -75,7 +67,7 @@ class DeviceStep:
         self._choices, self._bad = numbers(batch * window), numbers(batch * window)
         self._unread = numbers(batch)
         self._accepted, self._following = numbers(batch), numbers(batch)
-        self.record = numbers(batch, depth + RECORD)
+        self.report = numbers(batch, depth + RECORD)
         self._workspace = Workspace.empty(batch * window, vocab_size, device)
         self._lookup = ngram.workspace(batch, progress.tokens.shape[1], device)
         self._copied, self._count, self._match = numbers(batch, depth), numbers(batch), numbers(batch)
@@ -88,7 +80,7 @@ class DeviceStep:
                 self._draft_logits = drawn = torch.zeros(batch, depth, vocab_size, device=device)
                 drawn, workspace = drawn.view(-1, vocab_size), Workspace.empty(batch * depth, vocab_size, device)
             self._rejection = Rejection.of(logits, self._workspace, self._certain, drawn, workspace)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.launch: Callable[[], None] = self.run
 
     def run(self) -> None:
         """Draft, verify, commit."""
@@ -99,23 +91,12 @@ class DeviceStep:
         choose(logits, self._requests, text.slots, text.length, self._workspace, self._choices, self._bad,
                window=window)  # fmt: skip
         accept(text.drafts, self._choices, self._bad, self._requests, text.slots, text.length, text.tokens,
-               progress.replay, self._accepted, self._following, self.record, self._rejection)  # fmt: skip
+               progress.replay, self._accepted, self._following, self.report, self._rejection)  # fmt: skip
         progress.fresh.copy_(progress.replay)
 
-    def capture(self) -> None:
-        """Record the step. No slot may be in use."""
-        self.run()  # compiles
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self.run()
-
-    def launch(self) -> None:
-        """Replay the step, or run it where there is nothing to record."""
-        if self._graph is None:
-            self.run()
-        else:
-            self._graph.replay()
+    def record(self) -> None:
+        """Make `launch` the replay of a CUDA graph. No slot may be in use."""
+        self.launch = recorded(self.run)
 
     def _draft(self) -> None:
         text = self._text
@@ -127,7 +108,7 @@ class DeviceStep:
             ngram.propose(text.tokens, text.length, text.slots, into, self._count, self._match, self._lookup,
                           depth=self._depth)  # fmt: skip
         if copies and heads:
-            torch.ge(self._match, GOOD_MATCH, out=self._certain)
+            torch.ge(self._match, MIN_MATCH, out=self._certain)
             torch.where(self._certain.bool()[:, None], self._copied, text.drafts, out=text.drafts)
 
     def _chain(self) -> None:
@@ -150,7 +131,7 @@ class DeviceTarget:
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int) -> None:
         self.model, self.decoder = model, model.decoder
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
-        self.drafter: Drafter = DeviceDrafter(drafter)
+        self.drafter: Drafter = StepDrafter(drafter)
         self._name = drafter
         self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
@@ -158,15 +139,10 @@ class DeviceTarget:
         self._slots = torch.full((model.slots,), -1, dtype=torch.int32, device=device)
         self._steps: dict[tuple[int, bool], DeviceStep] = {}
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile and record the steps of every batch size, for requests that are not sampled by the p/q rule."""
-        sizes = list(_sizes(self.slots))
-        for done, size in enumerate(sizes):
-            if progress is not None:
-                progress(done, len(sizes))
-            self._step(size, sampled=False)
-        if progress is not None:
-            progress(len(sizes), len(sizes))
+    def warm_up(self, sampled: bool = False) -> None:
+        """Compile and record the steps of every batch size that are not recorded yet."""
+        for size in _sizes(self.slots):
+            self._step(size, sampled)
 
     def run(
         self, sequences: Iterable[Sequence], clock: Clock | None = None, progress: Progress | None = None
@@ -174,6 +150,8 @@ class DeviceTarget:
         """Decode all sequences and yield every step of every sequence: `engine.runner.run` for this target."""
         clock = clock or Clock()
         waiting = deque(sequences)
+        if any(_by_ratio(sequence) for sequence in waiting):
+            self.warm_up(sampled=True)
         running: dict[int, Sequence] = {}
         flights: deque[_Flight] = deque()
         try:
@@ -198,6 +176,10 @@ class DeviceTarget:
         finally:
             for slot in running:
                 self._release(slot)
+
+    def plain(self) -> DeviceTarget:
+        """Plain decoding over the same model and slots."""
+        return DeviceTarget(self.model, "none", 0)
 
     def score(self, tokens: Seq[int]) -> Tensor:
         """The logits after each of the tokens, [T, V] float32; uses slot 0."""
@@ -232,10 +214,9 @@ class DeviceTarget:
 
     def _launch(self, running: dict[int, Sequence]) -> _Flight:
         size = next(size for size in _sizes(self.slots) if size > max(running))
-        sampled = any(s.params.acceptance == "rejection" and not s.params.greedy for s in running.values())
-        step = self._step(size, sampled)
+        step = self._step(size, any(_by_ratio(sequence) for sequence in running.values()))
         step.launch()
-        return _Flight(dict(running), step.record, self.drafter.name)
+        return _Flight(dict(running), step.report, self.drafter.name)
 
     def _step(self, size: int, sampled: bool) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
@@ -247,7 +228,7 @@ class DeviceTarget:
                 touched = (self._slots, progress.fresh, progress.hidden)
                 before = [tensor.clone() for tensor in touched]
                 self._slots.fill_(-1)
-                step.capture()
+                step.record()
                 for tensor, value in zip(touched, before, strict=True):
                     tensor.copy_(value)
             self._steps[size, sampled] = step
@@ -288,6 +269,11 @@ class _Flight:
             draft = Draft(tuple(drafts[:length]), source=self._source)
             records.append(StepRecord(sequence, position, draft, Verdict(accepted, token), emitted))
         return records
+
+
+def _by_ratio(sequence: Sequence) -> bool:
+    """Whether the sequence's drafts are judged by the p/q rule."""
+    return sequence.params.acceptance == "rejection" and not sequence.params.greedy
 
 
 def _sizes(slots: int) -> Iterator[int]:

@@ -48,7 +48,6 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
-        model: LoadedModel | None = None,
     ) -> None:
         if not isinstance(target, RunsItself) and not has_all(target, TARGET_PARTS):
             raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
@@ -66,7 +65,6 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
-        self.model = model
         self.clock = Clock()
         self._busy = False
 
@@ -122,6 +120,7 @@ class Engine:
     ) -> Engine:
         """An engine over a model that is loaded, whose weights and caches it shares with other engines over it: they
         take turns, none may start while another's stream is open. Raises as `from_pretrained` does."""
+        require_int("slots", slots, low=1, high=MAX_SIZE)
         own = [name for name in NAMES if name != "draft-model"]  # which comes as a Drafter
         check_draft_length(check_drafter(drafter, own), draft_length, model.decoder.device)
         notes = list(model.notes)
@@ -134,14 +133,16 @@ class Engine:
             target = model.target(slots)
             chosen = model.drafter(drafter, slots) if isinstance(drafter, str) else drafter
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
-                   eos_token_ids=model.eos_token_ids, notes=notes, model=model)  # fmt: skip
+                   eos_token_ids=model.eos_token_ids, notes=notes)  # fmt: skip
 
     def plain(self) -> Engine:
         """An engine that decodes plainly, over the same weights and slots; the two take turns."""
-        if isinstance(self.target, RunsItself):
-            assert self.model is not None, "such targets come from a LoadedModel"
-            return Engine.over(self.model, drafter="none", draft_length=0, slots=self.target.slots)
-        return Engine(self.target, NoDrafter(), 0, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids)
+        target: Target | RunsItself = self.target
+        drafter: Drafter = NoDrafter()
+        if isinstance(target, RunsItself):
+            target = target.plain()
+            drafter = target.drafter
+        return Engine(target, drafter, 0, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids, notes=self.notes)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str; it is one prompt

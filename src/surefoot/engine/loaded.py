@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,11 @@ from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.checkpoint import MtpPolicy, Progress, find_model, load_checkpoint
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model import Decoder, MTPHead
+from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
 if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
-    from surefoot.engine.device import DeviceTarget
+    from surefoot.engine.device import DeviceDrafterName, DeviceTarget
     from surefoot.model.fused import FusedModel
 
 
@@ -88,6 +89,7 @@ class LoadedModel:
     ) -> LoadedModel:
         """From tensors of the canonical names (`model.tensors`), which are emptied; their device and dtype are the
         model's. `narrow` keeps the linear layers' weights in 8 bits (`kernels.quantise`), on a GPU."""
+        require_int("max_len", max_len, low=1)
         with torch.inference_mode():
             on_gpu = tensors["model.embed_tokens.weight"].is_cuda
             linear = LinearFactory(pack=not on_gpu, quantise=narrow)  # fused kernels read weights as they are
@@ -117,7 +119,9 @@ class LoadedModel:
         key = (drafter, depth, slots)
         if key not in self._device_targets:
             with torch.inference_mode():
-                self._device_targets[key] = DeviceTarget(self.fused(slots), drafter, depth)  # type: ignore[arg-type]
+                target = DeviceTarget(self.fused(slots), cast("DeviceDrafterName", drafter), depth)
+                target.warm_up()
+                self._device_targets[key] = target
         return self._device_targets[key]
 
     def fused(self, slots: int) -> FusedModel:

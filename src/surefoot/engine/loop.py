@@ -41,10 +41,10 @@ class StepRecord:
 
 def prefill(sequence: Sequence, drafter: Drafter, target: Target) -> Iterator[int]:
     """Read the prompt, all but its last token (the first window begins with that one), and show it to the drafter.
-    Yields after every chunk the position at which it began."""
+    Yields after every chunk how many tokens have been read (all of them, if the target does not show its states)."""
     for position, hidden in target.prefill(sequence.slot, sequence.tokens[:-1]):
         drafter.observe(sequence, position, hidden)
-        yield position
+        yield position + (len(sequence.tokens) - 1 - position if hidden is None else len(hidden))
 
 
 def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: int) -> list[StepRecord]:

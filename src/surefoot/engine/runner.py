@@ -33,6 +33,9 @@ class RunsItself(Protocol):
     ) -> Generator[StepRecord, None, None]:
         """What the function `run` does."""
 
+    def plain(self) -> RunsItself:
+        """The same target without drafts."""
+
     def score(self, tokens: Seq[int]) -> Tensor:
         """The logits after each of the tokens, [T, V] float32."""
 

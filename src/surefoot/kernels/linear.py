@@ -77,6 +77,12 @@ class BlockLinear:
         return F.linear(x.to(self.weight.dtype), dense_of(self.weight)).float()
 
 
+def weight_of(layer: Linear) -> Weight:
+    """The layer's weight, as it is in memory."""
+    assert isinstance(layer, BlockLinear), "a GPU reads weights that are not packed"
+    return layer.weight
+
+
 class LinearFactory:
     """Builds the linear layers of one model, remembering which shapes pack exactly on this machine. Without `pack` the
     weights stay as they are, for kernels that read them as they are; with `quantise` they are cut to 8 bits first."""

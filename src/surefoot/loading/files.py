@@ -127,6 +127,8 @@ def read_header(file: Path) -> list[Stored]:
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
     """`safetensors.safe_open` for PyTorch on the CPU; a file that it does not accept is a CheckpointError."""
+    if file.is_dir():
+        raise CheckpointError(f"{file}: expected a sound safetensors file, found a folder")
     try:
         opened = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -15,9 +15,9 @@ from surefoot.cache import KVCache
 from surefoot.kernels.attention import attend_chunk
 from surefoot.kernels.fused.bulk import add_norm, conv_heads, gated_norm, place_heads, swiglu
 from surefoot.kernels.fused.chunk import ChunkWorkspace, DeltaGates, delta_chunk
-from surefoot.kernels.linear import BlockLinear, Linear
+from surefoot.kernels.linear import Linear, weight_of
 from surefoot.kernels.norm import RMSNorm
-from surefoot.kernels.quantise import Weight, dense_of
+from surefoot.kernels.quantise import dense_of
 from surefoot.kernels.rope import RopeTable
 from surefoot.model.attention import Attention
 from surefoot.model.block import Block
@@ -31,7 +31,7 @@ def read_blocks(
     """x [T, H] float32 in place, T tokens of one sequence behind `position` others: what `Block.prefill` does."""
     added: Tensor | None = None
     for block, layer in zip(blocks, layers, strict=True):
-        normed = _add_norm(x, added, block.mixer_norm, _weight(block.mixer.in_proj).dtype)
+        normed = _add_norm(x, added, block.mixer_norm, weight_of(block.mixer.in_proj).dtype)
         if isinstance(block.mixer, Attention):
             assert isinstance(layer, KVCache)
             added = _attend(block.mixer, normed, layer, rope, slot, position)
@@ -43,13 +43,8 @@ def read_blocks(
         x += added
 
 
-def _weight(layer: Linear) -> Weight:
-    assert isinstance(layer, BlockLinear), "this path reads weights that are not packed"
-    return layer.weight
-
-
 def _product(layer: Linear, x: Tensor) -> Tensor:
-    return F.linear(x, dense_of(_weight(layer)))
+    return F.linear(x, dense_of(weight_of(layer)))
 
 
 def _add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
 from surefoot.kernels.fused.linear import MAX_PARTS, SPLIT_FEATURES, Feed, Workspace, linear, tiling_of
 from surefoot.kernels.fused.moe import feed_parts, moe, moe_workspace
 from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
-from surefoot.kernels.linear import BlockLinear, Linear
+from surefoot.kernels.linear import weight_of
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import Weight
 from surefoot.model.attention import Attention
@@ -286,12 +286,6 @@ def fits(config: ModelConfig) -> bool:
     """Whether the kernels take the shape: head widths are powers of two, the convolution has four taps."""
     widths = (config.head_dim, config.linear_key_dim, config.linear_value_dim)
     return config.conv_width == 4 and all(width >= 16 and width & (width - 1) == 0 for width in widths)
-
-
-def weight_of(layer: Linear) -> Weight:
-    """The layer's weight, as it is in memory."""
-    assert isinstance(layer, BlockLinear), "the fused model reads weights that are not packed"
-    return layer.weight
 
 
 def _attention_of(block: Block) -> Attention:

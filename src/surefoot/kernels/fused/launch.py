@@ -16,6 +16,7 @@ another; it knows neither dependent launch nor 16-bit products.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     options: dict[str, Any] = {"DEPENDENT": dependent, "enable_fp_fusion": False}
     return options | {"launch_pdl": True} if dependent else options
+
+
+def recorded(action: Callable[[], object]) -> Callable[[], None]:
+    """The action as a CUDA graph, to be replayed. It is run once before, for what has to be compiled or allocated."""
+    action()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph.replay
 
 
 @triton.jit
