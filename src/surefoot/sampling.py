@@ -93,6 +93,10 @@ def check_stop_ids(name: str, value: object) -> tuple[int, ...]:
 def _require_real(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     bounds = f"{'above' if open_low else 'at least'} {low}" + ("" if high == math.inf else f" and at most {high}")
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-    # Comparisons, unlike conversions, take integers of any size; NaN compares with nothing. `ok` has seen to the type.
-    if not ok or not low <= value <= min(high, MAX_FLOAT) or (open_low and value == low):  # type: ignore[operator]
+    # Comparisons, unlike conversions, take integers of any size; NaN compares with nothing.
+    if (
+        not ok
+        or not low <= value <= min(high, MAX_FLOAT)  # type: ignore[operator]  # `ok` has seen to the type
+        or (open_low and value == low)
+    ):
         raise InputError(f"{name}: expected a number {bounds}, found {shown(value)}")

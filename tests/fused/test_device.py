@@ -96,6 +96,7 @@ def test_an_engine_cannot_put_another_drafter_over_the_step(device: torch.device
         decoder, head = build(device)
         target = DeviceTarget(FusedModel(decoder, head, 1, 3), "mtp", 2)
     assert Engine(target, target.drafter, 2).drafter.name == "mtp"
+    assert Engine(target, target.drafter, 2).plain().drafter.name == "none"
     with pytest.raises(InputError, match="expected the one in the target's own step, 'mtp', found 'none'"):
         Engine(target, NoDrafter(), 0)
 

@@ -1,4 +1,7 @@
-"""The acceptance rules alone. Laws are computed, not sampled, wherever a rule's randomness is an argument."""
+"""The acceptance rules alone. Laws are computed, not sampled, wherever a rule's randomness is an argument.
+
+One long file: both rules are put to the same laws, cases and bad input, and share what computes them.
+"""
 
 import itertools
 import math

@@ -1,4 +1,7 @@
-"""Any other model: a function, or a `transformers` model, through the one loop, with the tokens of plain decoding."""
+"""Any other model: a function, or a `transformers` model, through the one loop, with the tokens of plain decoding.
+
+One long file: every adapter goes through the same checks of arguments, and several share small models.
+"""
 
 import copy
 import warnings

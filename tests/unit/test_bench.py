@@ -255,6 +255,14 @@ class TestBadInput:
 
 
 class TestOneModelManyEngines:
+    def test_sizes_are_checked(self) -> None:
+        with pytest.raises(InputError, match="max_len: expected an integer of at least 1, found 0"):
+            LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 0)
+        loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
+        for slots in (0, -1, "2", 1.5, True):
+            with pytest.raises(InputError, match="slots: expected an integer"):
+                Engine.over(loaded, drafter="none", draft_length=0, slots=slots)  # type: ignore[arg-type]  # the point
+
     def test_weights_and_caches_are_shared(self) -> None:
         loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
         plain, mtp, deeper = (

@@ -1,4 +1,7 @@
-"""Loading: every export style gives the same tensors, and every kind of damage is a CheckpointError that says what."""
+"""Loading: every export style gives the same tensors, and every kind of damage is a CheckpointError that says what.
+
+One long file: every case starts from the same small checkpoint on disk and damages it.
+"""
 
 import contextlib
 import json
@@ -334,6 +337,13 @@ class TestDamagedFiles:
         raw = json.dumps(header).encode()
         file.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(12))
         with pytest.raises(CheckpointError, match=r"model.safetensors: expected a sound safetensors file, found: "):
+            inspect(tmp_path)
+
+    def test_a_folder_in_the_place_of_a_file(self, tmp_path: Path) -> None:
+        file = write(tmp_path) / SINGLE
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(CheckpointError, match="expected a sound safetensors file, found a folder"):
             inspect(tmp_path)
 
     def test_mlx_files_are_refused_by_their_format(self, tmp_path: Path) -> None:

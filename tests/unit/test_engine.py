@@ -1,4 +1,7 @@
-"""The engine's surface: what it accepts, what it refuses and how, and what it counts."""
+"""The engine's surface: what it accepts, what it refuses and how, and what it counts.
+
+One long file, as the surface is one.
+"""
 
 from __future__ import annotations
 
@@ -422,3 +425,10 @@ def test_a_batch_of_arrays(folder: Path) -> None:
     together: Any = engine.generate(prompts, GREEDY)
     expected = [engine.generate(prompt, GREEDY).token_ids for prompt in ([1, 2], [3], [4, 5])]
     assert [out.token_ids for out in together] == expected
+
+
+def test_progress_counts_the_tokens_that_have_been_read(folder: Path) -> None:
+    engine = load(folder, drafter="none", draft_length=0, max_len=300)
+    seen: list[tuple[int, int]] = []
+    list(engine.stream([5] * 200, SamplingParams(max_new_tokens=2), progress=lambda *counts: seen.append(counts)))
+    assert seen == [(199, 200)]  # the last token is the first window's
