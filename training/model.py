@@ -2,8 +2,8 @@
 
 Parameter names are the checkpoint's own, so ``export.py`` writes the state dict as it is. Weights
 are fp32 masters; matrix products run in ``config.compute_dtype``; norms, the decay of the
-recurrence and its state are fp32. There is no cache: sequences are read whole. One long file on purpose: a training model is read from
-top to bottom, and nothing else uses its parts.
+recurrence and its state are fp32. There is no cache: sequences are read whole. One long file on
+purpose: a training model is read from top to bottom, and nothing else uses its parts.
 
 Symbols in shapes: B rows, T positions, H hidden size, V vocabulary, Hq/Hkv attention heads, D head
 size, Hk/Hv key/value heads of the DeltaNet layers, dk/dv their sizes.

@@ -40,7 +40,7 @@ def start(model: FusedModel, slot: int, prompt: list[int]) -> None:
     if len(prompt) > 1:
         hidden = model.decoder.prefill(prompt[:-1], model.prefill_cache, slot)[-1]
     model.prefill_cache.finish(slot)
-    model.progress.start(slot, prompt, MAX_LEN, hidden)
+    model.progress.start(slot, prompt, hidden)
 
 
 def window_text(model: FusedModel, slots: list[int], drafts: list[list[int]]) -> Text:

@@ -13,7 +13,8 @@ from torch import Tensor
 from surefoot.sampling import SamplingParams
 from surefoot.verify.distribution import process_unchecked
 from surefoot.verify.fused import sampling
-from surefoot.verify.fused.sampling import Requests, Workspace
+from surefoot.verify.fused.requests import Requests
+from surefoot.verify.fused.sampling import Workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's on overflow, in the interpreter
 KINDS = {

@@ -40,7 +40,7 @@ class FusedPasses:
             model.prefill_cache.reset(slot)
             hidden = model.decoder.prefill(tokens[:-1], model.prefill_cache, slot)[-1]
             model.prefill_cache.finish(slot)
-            model.progress.start(slot, tokens, model.decoder.max_len, hidden)
+            model.progress.start(slot, tokens, hidden)
 
     def read(self, tokens: Seq[int], keep: int) -> Tensor:
         """A window of slot 0; the next one applies what was kept."""

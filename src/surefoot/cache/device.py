@@ -21,15 +21,13 @@ from surefoot.kernels.fused.delta import DeltaState
 class Progress:
     """Per slot, int32: `tokens` [S, L] prompt and output; `length` [S], how many of them the target has read (the
     token at that index is the last emitted one); `replay` [S], how many of the last window's tokens the recurrent
-    states have yet to take in; `fresh` [S], how many of the last hidden states the MTP lane has yet to take in;
-    `limit` [S], the number of tokens at which the sequence ends. `hidden` [S, W, H] float32: post-norm states of the
-    last window."""
+    states have yet to take in; `fresh` [S], how many of the last hidden states the MTP lane has yet to take in.
+    `hidden` [S, W, H] float32: post-norm states of the last window."""
 
     tokens: Tensor
     length: Tensor
     replay: Tensor
     fresh: Tensor
-    limit: Tensor
     hidden: Tensor
 
     @classmethod
@@ -40,11 +38,9 @@ class Progress:
             return torch.zeros(slots, *shape, dtype=torch.int32, device=device)
 
         tokens = numbers(max_len + window)
-        return cls(
-            tokens, numbers(), numbers(), numbers(), numbers(), torch.zeros(slots, window, hidden, device=device)
-        )
+        return cls(tokens, numbers(), numbers(), numbers(), torch.zeros(slots, window, hidden, device=device))
 
-    def start(self, slot: int, tokens: Seq[int], limit: int, hidden: Tensor | None) -> None:
+    def start(self, slot: int, tokens: Seq[int], hidden: Tensor | None) -> None:
         """The target has read all of the prompt but its last token; `hidden` [H] is its post-norm state behind it (None
         if it has read nothing)."""
         device = self.tokens.device
@@ -52,7 +48,6 @@ class Progress:
         self.length[slot] = len(tokens) - 1
         self.replay[slot] = 0
         self.fresh[slot] = int(hidden is not None)
-        self.limit[slot] = limit
         if hidden is not None:
             self.hidden[slot, 0] = hidden
 

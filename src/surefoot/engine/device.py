@@ -31,7 +31,8 @@ from surefoot.model.fused import FusedModel
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Verdict
 from surefoot.verify.fused.acceptance import RECORD, Rejection, accept
-from surefoot.verify.fused.sampling import Requests, Workspace, choose, draw_draft
+from surefoot.verify.fused.requests import Requests
+from surefoot.verify.fused.sampling import Workspace, choose, draw_draft
 
 DeviceDrafterName = Literal["none", "ngram", "mtp", "mtp+ngram"]
 DEVICE_DRAFTERS = get_args(DeviceDrafterName)
@@ -198,7 +199,7 @@ class DeviceTarget:
                 model.head.prefill(part, following, model.lane, slot, position)
             hidden = part[-1]
         model.prefill_cache.finish(slot)
-        model.progress.start(slot, prompt, sequence.limit, hidden)
+        model.progress.start(slot, prompt, hidden)
         self._requests.set(slot, sequence.params, sequence.limit)
         self._slots[slot] = slot
 

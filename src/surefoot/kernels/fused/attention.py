@@ -25,7 +25,7 @@ from surefoot.kernels.fused.launch import (
     let_next_start,
     product,
     wait_for_inputs,
-)
+)  # fmt: skip
 
 # These decide the order of summation: to change them is to change bits.
 SPLIT = 128  # positions that one partial result covers
@@ -51,22 +51,9 @@ def workspaces(rows: int, heads: int, head_dim: int, max_len: int, device: torch
 
 
 def attend(
-    merged: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    length: Tensor,
-    out: Tensor,
-    partial: Tensor,
-    summary: Tensor,
-    *,
-    window: int,
-    eps: float,
-) -> None:
+    merged: Tensor, q_scale: Tensor, k_scale: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    slots: Tensor, length: Tensor, out: Tensor, partial: Tensor, summary: Tensor, *, window: int, eps: float,
+) -> None:  # fmt: skip
     """Attend the rows of `merged`; row r is token r % window of sequence r // window, at `length[slot] + r % window`.
 
     merged [B * window, (2 Hq + 2 Hkv) D]: queries, keys, values, gates, as `model.attention` lays them out;
@@ -101,22 +88,9 @@ def attend(
 
 
 def attend_reference(
-    merged: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    length: Tensor,
-    out: Tensor,
-    partial: Tensor,
-    summary: Tensor,
-    *,
-    window: int,
-    eps: float,
-) -> None:
+    merged: Tensor, q_scale: Tensor, k_scale: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    slots: Tensor, length: Tensor, out: Tensor, partial: Tensor, summary: Tensor, *, window: int, eps: float,
+) -> None:  # fmt: skip
     """What `attend` computes, in plain PyTorch, one row at a time; the workspaces are left alone."""
     _check(merged, cos, keys, values, slots, out, partial, summary, window)
     _, kv_heads, max_len, head_dim = keys.shape
@@ -146,42 +120,38 @@ def attend_reference(
 
 
 def _check(
-    merged: Tensor,
-    cos: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    out: Tensor,
-    partial: Tensor,
-    summary: Tensor,
-    window: int,
-) -> None:
+    merged: Tensor, cos: Tensor, keys: Tensor, values: Tensor, slots: Tensor, out: Tensor, partial: Tensor,
+    summary: Tensor, window: int,
+) -> None:  # fmt: skip
     rows = merged.shape[0]
     _, kv_heads, max_len, head_dim = keys.shape
     heads = out.shape[1] // head_dim
     if head_dim < 16 or head_dim & (head_dim - 1):
-        raise InputError(f"head_dim must be a power of two, at least 16; got {head_dim}")
+        raise InputError(f"head_dim: expected a power of two of at least 16, found {head_dim}")
     if heads == 0 or heads % kv_heads:
-        raise InputError(f"{heads} query heads do not divide among {kv_heads} key heads")
+        raise InputError(f"query heads: expected a multiple of {kv_heads} key heads, found {heads}")
     if window < 1 or rows != slots.shape[0] * window:
-        raise InputError(f"expected {slots.shape[0]} sequences of {window} rows; got {rows} rows")
+        raise InputError(f"merged: expected {slots.shape[0]} sequences of {window} rows, found {rows} rows")
     if merged.shape[1] != 2 * (heads + kv_heads) * head_dim or out.shape != (rows, heads * head_dim):
         raise InputError(
-            f"merged {tuple(merged.shape)} and out {tuple(out.shape)} do not fit {heads} heads of {head_dim}"
+            f"merged, out: expected shapes for {heads} heads of {head_dim}, "
+            f"found {list(merged.shape)}, {list(out.shape)}"
         )
     if keys.element_size() not in WARPS:
-        raise InputError(f"caches must be of 16 or 32 bits; got {keys.dtype}")
+        raise InputError(f"keys: expected 16 or 32 bits, found {keys.dtype}")
     if values.shape != keys.shape or values.dtype != keys.dtype:
-        raise InputError(f"keys are {keys.dtype} {tuple(keys.shape)}, values {values.dtype} {tuple(values.shape)}")
+        raise InputError(f"values: expected {keys.dtype} {list(keys.shape)}, found {values.dtype} {list(values.shape)}")
     if {t.stride(-1) for t in (merged, cos, keys, values, out)} != {1}:
-        raise InputError("merged, cos, keys, values and out must be contiguous along their last axis")
+        raise InputError("merged, cos, keys, values, out: expected a contiguous last axis, found other strides")
     if cos.shape[0] < max_len or cos.shape[1] > head_dim or cos.shape[1] % 2:
-        raise InputError(f"rotary tables {tuple(cos.shape)} do not fit caches {tuple(keys.shape)}")
+        raise InputError(f"cos: expected at least {max_len} rows of at most {head_dim}, found {list(cos.shape)}")
     splits = partial.shape[2]
     if partial.shape[0] < rows or partial.shape[1:] != (heads, splits, head_dim) or splits * SPLIT < max_len:
-        raise InputError(f"partial {tuple(partial.shape)} does not hold {rows} rows of {heads} heads, {max_len} long")
+        raise InputError(
+            f"partial: expected room for {rows} rows of {heads} heads, {max_len} long, found {list(partial.shape)}"
+        )
     if summary.shape != (*partial.shape[:3], 2) or not (partial.is_contiguous() and summary.is_contiguous()):
-        raise InputError(f"summary {tuple(summary.shape)} does not fit partial {tuple(partial.shape)}")
+        raise InputError(f"summary: expected {[*partial.shape[:3], 2]}, contiguous, found {list(summary.shape)}")
 
 
 @triton.jit

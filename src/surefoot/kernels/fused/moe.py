@@ -37,7 +37,7 @@ from surefoot.kernels.fused.launch import (
     let_next_start,
     product,
     wait_for_inputs,
-)
+)  # fmt: skip
 from surefoot.kernels.fused.linear import Feed, feed_reference, scaled_by_group, shrink_of
 from surefoot.kernels.quantise import GROUP, Weight, dense_of, scales_of
 
@@ -78,13 +78,11 @@ def moe_workspace(
     return MoEWorkspace(
         normed=empty(rows, hidden, dtype=dtype),
         logits=empty(rows, triton.cdiv(hidden, _span(hidden, dtype)), experts + 1),
-        chosen=empty(rows, choices, dtype=torch.int32),
-        weight=empty(rows, choices),
-        act=empty(rows, choices, width, dtype=dtype),
-        partial=empty(rows, choices, hidden),
+        chosen=empty(rows, choices, dtype=torch.int32), weight=empty(rows, choices),
+        act=empty(rows, choices, width, dtype=dtype), partial=empty(rows, choices, hidden),
         routed=torch.zeros(triton.cdiv(rows, TILE_ROWS.value), dtype=torch.int32, device=device),
         summed=torch.zeros(feed_parts(hidden), dtype=torch.int32, device=device),
-    )
+    )  # fmt: skip
 
 
 def feed_parts(hidden: int) -> int:
@@ -93,17 +91,9 @@ def feed_parts(hidden: int) -> int:
 
 
 def moe_reference(
-    x: Tensor,
-    scale: Tensor,
-    router: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    workspace: MoEWorkspace,
-    *,
-    top_k: int,
-    eps: float,
-    feed: tuple[Tensor, Feed] | None = None,
-) -> None:
+    x: Tensor, scale: Tensor, router: Tensor, gate_up: Weight, down: Weight, workspace: MoEWorkspace, *, top_k: int,
+    eps: float, feed: tuple[Tensor, Feed] | None = None,
+) -> None:  # fmt: skip
     """What `moe` computes, the workspace's `logits` and counters left alone."""
     rows = x.shape[0]
     dtype = workspace.normed.dtype
@@ -134,17 +124,9 @@ def moe_reference(
 
 
 def moe(
-    x: Tensor,
-    scale: Tensor,
-    router: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    workspace: MoEWorkspace,
-    *,
-    top_k: int,
-    eps: float,
-    feed: tuple[Tensor, Feed] | None = None,
-) -> None:
+    x: Tensor, scale: Tensor, router: Tensor, gate_up: Weight, down: Weight, workspace: MoEWorkspace, *, top_k: int,
+    eps: float, feed: tuple[Tensor, Feed] | None = None,
+) -> None:  # fmt: skip
     """x += experts(norm(x)), in place: x [R, H] float32, the residual stream; R at most the workspace's rows.
 
     scale [H] float32 is 1 + w of the RMS norm. router [E + 1, H] is in the activations' dtype, its last row the shared
@@ -167,7 +149,7 @@ def moe(
     slots = experts + 1 if by_expert else rows * top_k + 1
     shape = {
         "H": hidden,
-        "I": width,
+        "EW": width,
         "E": experts,
         "TOP_K": top_k,
         "CHOICES_PADDED": triton.next_power_of_2(top_k + 1),
@@ -196,29 +178,12 @@ def moe(
         **options,
     )
     _down_kernel[(feed_parts(hidden), slots)](
-        workspace.act,
-        workspace.chosen,
-        workspace.weight,
-        down,
-        down_scale,
-        workspace.partial,
-        x,
-        next_scale,
-        into.scaled,
-        into.squares,
-        workspace.summed,
-        rows,
-        GROUPS=down_groups,
-        GROUP=GROUP,
-        FEED=feed is not None,
-        SHRINK=shrink_of(into.scaled.dtype),
-        BLOCK_H=HIDDEN_BLOCK,
-        BLOCK_K=min(down_step, GROUP) if down_groups > 1 else down_step,
-        num_warps=4,
-        num_stages=2,
-        **shape,
+        workspace.act, workspace.chosen, workspace.weight, down, down_scale, workspace.partial, x, next_scale,
+        into.scaled, into.squares, workspace.summed, rows, GROUPS=down_groups, GROUP=GROUP, FEED=feed is not None,
+        SHRINK=shrink_of(into.scaled.dtype), BLOCK_H=HIDDEN_BLOCK,
+        BLOCK_K=min(down_step, GROUP) if down_groups > 1 else down_step, num_warps=4, num_stages=2, **shape,
         **options,
-    )
+    )  # fmt: skip
 
 
 def _route(x: Tensor, scale: Tensor, router: Tensor, workspace: MoEWorkspace, top_k: int, eps: float) -> None:
@@ -227,28 +192,11 @@ def _route(x: Tensor, scale: Tensor, router: Tensor, workspace: MoEWorkspace, to
     span = _span(hidden, workspace.normed.dtype)
     programs = triton.cdiv(experts + 1, ROUTE_EXPERTS) * triton.cdiv(hidden, span)
     _route_kernel[(programs, triton.cdiv(rows, TILE_ROWS.value))](
-        x,
-        scale,
-        router,
-        workspace.normed,
-        workspace.logits,
-        workspace.chosen,
-        workspace.weight,
-        workspace.routed,
-        rows,
-        eps,
-        H=hidden,
-        E=experts,
-        TOP_K=top_k,
-        EXPERTS_PADDED=triton.next_power_of_2(experts),
-        ROWS_PADDED=min(TILE_ROWS.value, triton.next_power_of_2(rows)),
-        BLOCK_E=ROUTE_EXPERTS,
-        BLOCK_K=span,
-        INTERPRETED=INTERPRET,
-        num_warps=8,
-        num_stages=1,
-        **launch_options(x.device),
-    )
+        x, scale, router, workspace.normed, workspace.logits, workspace.chosen, workspace.weight, workspace.routed,
+        rows, eps, H=hidden, E=experts, TOP_K=top_k, EXPERTS_PADDED=triton.next_power_of_2(experts),
+        ROWS_PADDED=min(TILE_ROWS.value, triton.next_power_of_2(rows)), BLOCK_E=ROUTE_EXPERTS, BLOCK_K=span,
+        INTERPRETED=INTERPRET, num_warps=8, num_stages=1, **launch_options(x.device),
+    )  # fmt: skip
 
 
 def _span(size: int, dtype: torch.dtype) -> int:
@@ -260,26 +208,10 @@ def _span(size: int, dtype: torch.dtype) -> int:
 
 @triton.jit(do_not_specialize=["rows"])
 def _route_kernel(
-    x,
-    scale,
-    router,
-    normed,
-    logits,
-    chosen,
-    weight,
-    arrived,
-    rows,
-    eps,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x, scale, router, normed, logits, chosen, weight, arrived, rows, eps, H: tl.constexpr, E: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS_PADDED: tl.constexpr, ROWS_PADDED: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Reads router[BLOCK_E experts, BLOCK_K of H] before anything else, then 16 whole rows of x for their norm."""
     SLICES: tl.constexpr = (H + BLOCK_K - 1) // BLOCK_K
     part = tl.program_id(0) % SLICES
@@ -316,17 +248,9 @@ def _route_kernel(
 
 @triton.jit
 def _choose(
-    logits,
-    chosen,
-    weight,
-    tile,
-    rows,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    SLICES: tl.constexpr,
-):
+    logits, chosen, weight, tile, rows, E: tl.constexpr, TOP_K: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
+    ROWS_PADDED: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
     """The tile's rows choose. Elementwise but for exact maxima and counts, so ROWS_PADDED rows at once change no bits.
 
     A logit and its expert make one integer, ordered like the logits (of equals, the lowest expert is largest), so that
@@ -368,15 +292,9 @@ def _choose(
 
 @triton.jit
 def _slot(
-    chosen,
-    slot,
-    rows,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES_PADDED: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    BY_EXPERT: tl.constexpr,
-):
+    chosen, slot, rows, E: tl.constexpr, TOP_K: tl.constexpr, CHOICES_PADDED: tl.constexpr,
+    ROWS_PADDED: tl.constexpr, BY_EXPERT: tl.constexpr,
+):  # fmt: skip
     """The slot's expert, where it stands among each row's choices ([ROWS_PADDED], -1: not chosen), and whether this
     slot is the one to run it."""
     if BY_EXPERT:
@@ -432,7 +350,7 @@ def _gate_up_kernel(
     act,
     rows,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    EW: tl.constexpr,  # the experts' width
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES_PADDED: tl.constexpr,
@@ -455,15 +373,15 @@ def _gate_up_kernel(
     # Gate and up rows alternate along the product's columns: one product, and each pair side by side afterwards.
     column = tl.arange(0, 2 * BLOCK_I)
     i = tl.program_id(0) * BLOCK_I + column // 2
-    line = expert.to(tl.int64) * (2 * I) + (column % 2) * I + i
-    factor = tl.where(i < I, line, 0)  # the row whose scales are read: some row, where there is none
+    line = expert.to(tl.int64) * (2 * EW) + (column % 2) * EW + i
+    factor = tl.where(i < EW, line, 0)  # the row whose scales are read: some row, where there is none
     for tile in range(_tiles(ranks, ROWS_PADDED)):
         row, rank, valid = _members(ranks, tile, ROWS_PADDED)
         total = tl.zeros([TILE_ROWS, 2 * BLOCK_I], tl.float32)
         for start in range(0, H, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             a = tl.load(normed + row[:, None] * H + k[None, :], mask=valid[:, None] & (k[None, :] < H), other=0.0)
-            w = tl.load(gate_up + line[None, :] * H + k[:, None], mask=(i[None, :] < I) & (k[:, None] < H), other=0.0)
+            w = tl.load(gate_up + line[None, :] * H + k[:, None], mask=(i[None, :] < EW) & (k[:, None] < H), other=0.0)
             one = product(a, w.to(a.dtype), INTERPRETED)
             total += scaled_by_group(one, gate_up_scale, factor, start // GROUP, GROUPS)
         if GROUPS == 1:
@@ -471,8 +389,8 @@ def _gate_up_kernel(
         gate, up = tl.split(tl.reshape(total, [TILE_ROWS, BLOCK_I, 2]))
         out = gate * tl.sigmoid(gate) * up
         j = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-        place = (row * (TOP_K + 1) + rank)[:, None] * I + j[None, :]
-        tl.store(act + place, out.to(act.dtype.element_ty), mask=valid[:, None] & (j[None, :] < I))
+        place = (row * (TOP_K + 1) + rank)[:, None] * EW + j[None, :]
+        tl.store(act + place, out.to(act.dtype.element_ty), mask=valid[:, None] & (j[None, :] < EW))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -490,7 +408,7 @@ def _down_kernel(
     arrived,
     rows,
     H: tl.constexpr,
-    I: tl.constexpr,  # noqa: E741
+    EW: tl.constexpr,  # the experts' width
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES_PADDED: tl.constexpr,
@@ -515,22 +433,24 @@ def _down_kernel(
     line = expert.to(tl.int64) * H + h
     factor = tl.where(h < H, line, 0)  # the row whose scales are read: some row, where there is none
     wanted = h[None, :] < tl.where(runs, H, 0)
-    head = tl.load(down + line[None, :] * I + k[:, None], mask=wanted & (k[:, None] < I), other=0.0)
+    head = tl.load(down + line[None, :] * EW + k[:, None], mask=wanted & (k[:, None] < EW), other=0.0)
     wait_for_inputs(DEPENDENT)
     if runs:
         for tile in range(_tiles(ranks, ROWS_PADDED)):
             row, rank, valid = _members(ranks, tile, ROWS_PADDED)
             choice = row * (TOP_K + 1) + rank
-            a = tl.load(act + choice[:, None] * I + k[None, :], mask=valid[:, None] & (k[None, :] < I), other=0.0)
+            a = tl.load(act + choice[:, None] * EW + k[None, :], mask=valid[:, None] & (k[None, :] < EW), other=0.0)
             total = scaled_by_group(product(a, head.to(a.dtype), INTERPRETED), down_scale, factor, 0, GROUPS)
-            for start in range(BLOCK_K, I, BLOCK_K):
+            for start in range(BLOCK_K, EW, BLOCK_K):
                 column = start + k
                 a = tl.load(
-                    act + choice[:, None] * I + column[None, :],
-                    mask=valid[:, None] & (column[None, :] < I),
+                    act + choice[:, None] * EW + column[None, :],
+                    mask=valid[:, None] & (column[None, :] < EW),
                     other=0.0,
                 )
-                w = tl.load(down + line[None, :] * I + column[:, None], mask=wanted & (column[:, None] < I), other=0.0)
+                w = tl.load(
+                    down + line[None, :] * EW + column[:, None], mask=wanted & (column[:, None] < EW), other=0.0
+                )
                 one = product(a, w.to(a.dtype), INTERPRETED)
                 total += scaled_by_group(one, down_scale, factor, start // GROUP, GROUPS)
             if GROUPS == 1:

@@ -25,18 +25,9 @@ def workspace(sequences: int, max_tokens: int, device: torch.device) -> Tensor:
 
 
 def propose_reference(
-    tokens: Tensor,
-    length: Tensor,
-    slots: Tensor,
-    out_drafts: Tensor,
-    out_count: Tensor,
-    out_match: Tensor,
-    workspace: Tensor,
-    *,
-    depth: int,
-    max_ngram: int = 5,
-    min_ngram: int = 2,
-) -> None:
+    tokens: Tensor, length: Tensor, slots: Tensor, out_drafts: Tensor, out_count: Tensor, out_match: Tensor,
+    workspace: Tensor, *, depth: int, max_ngram: int = 5, min_ngram: int = 2,
+) -> None:  # fmt: skip
     """`propose` as a search from the longest suffix down and from the end back."""
     for b, slot in enumerate(slots.tolist()):
         out_drafts[b], out_count[b], out_match[b] = -1, 0, 0
@@ -63,18 +54,9 @@ def _find(text: list[int], max_ngram: int, min_ngram: int) -> tuple[int, int] | 
 
 
 def propose(
-    tokens: Tensor,
-    length: Tensor,
-    slots: Tensor,
-    out_drafts: Tensor,
-    out_count: Tensor,
-    out_match: Tensor,
-    workspace: Tensor,
-    *,
-    depth: int,
-    max_ngram: int = 5,
-    min_ngram: int = 2,
-) -> None:
+    tokens: Tensor, length: Tensor, slots: Tensor, out_drafts: Tensor, out_count: Tensor, out_match: Tensor,
+    workspace: Tensor, *, depth: int, max_ngram: int = 5, min_ngram: int = 2,
+) -> None:  # fmt: skip
     """Copy up to `depth` tokens from where the text's last tokens stood before.
 
     The longest suffix of `tokens[slot, : length[slot] + 1]` that occurs with a token after it wins, from `max_ngram`
@@ -94,54 +76,22 @@ def propose(
     assert blocks <= workspace.shape[1]
     options = launch_options(tokens.device)
     _match_kernel[(blocks, sequences)](
-        tokens,
-        tokens.stride(0),
-        length,
-        slots,
-        workspace,
-        workspace.stride(0),
-        MAX_NGRAM=max_ngram,
-        MIN_NGRAM=min_ngram,
-        BLOCK=_BLOCK,
-        num_warps=4,
-        **options,
-    )
+        tokens, tokens.stride(0), length, slots, workspace, workspace.stride(0), MAX_NGRAM=max_ngram,
+        MIN_NGRAM=min_ngram, BLOCK=_BLOCK, num_warps=4, **options,
+    )  # fmt: skip
     _copy_kernel[(sequences,)](
-        tokens,
-        tokens.stride(0),
-        length,
-        slots,
-        workspace,
-        workspace.stride(0),
-        blocks,
-        out_drafts,
-        out_drafts.stride(0),
-        out_drafts.shape[1],
-        out_count,
-        out_match,
-        DEPTH=depth,
-        COLUMNS=triton.next_power_of_2(out_drafts.shape[1]),
-        BLOCKS=triton.next_power_of_2(blocks),
-        AFTER=AFTER_ONE,
-        LONGEST=LONGEST,
-        num_warps=4,
-        **options,
-    )
+        tokens, tokens.stride(0), length, slots, workspace, workspace.stride(0), blocks, out_drafts,
+        out_drafts.stride(0), out_drafts.shape[1], out_count, out_match, DEPTH=depth,
+        COLUMNS=triton.next_power_of_2(out_drafts.shape[1]), BLOCKS=triton.next_power_of_2(blocks), AFTER=AFTER_ONE,
+        LONGEST=LONGEST, num_warps=4, **options,
+    )  # fmt: skip
 
 
 @triton.jit
 def _match_kernel(
-    tokens_ptr,
-    tokens_stride,
-    length_ptr,
-    slots_ptr,
-    best_ptr,
-    best_stride,
-    MAX_NGRAM: tl.constexpr,
-    MIN_NGRAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens_ptr, tokens_stride, length_ptr, slots_ptr, best_ptr, best_stride, MAX_NGRAM: tl.constexpr,
+    MIN_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     block, sequence = tl.program_id(0), tl.program_id(1)
@@ -166,25 +116,10 @@ def _match_kernel(
 
 @triton.jit
 def _copy_kernel(
-    tokens_ptr,
-    tokens_stride,
-    length_ptr,
-    slots_ptr,
-    best_ptr,
-    best_stride,
-    blocks,
-    drafts_ptr,
-    drafts_stride,
-    columns,
-    count_ptr,
-    match_ptr,
-    DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    AFTER: tl.constexpr,
-    LONGEST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens_ptr, tokens_stride, length_ptr, slots_ptr, best_ptr, best_stride, blocks, drafts_ptr, drafts_stride,
+    columns, count_ptr, match_ptr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr,
+    AFTER: tl.constexpr, LONGEST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     sequence = tl.program_id(0)

@@ -17,19 +17,9 @@ from torch import Tensor
 from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
 from surefoot.types import Draft
 from surefoot.verify.acceptance import accept_exact, verify
-from surefoot.verify.fused.sampling import (
-    Requests,
-    Workspace,
-    block_of,
-    find_block,
-    find_token,
-    largest_of,
-    measure,
-    number_of,
-    processed_reference,
-    uniform_of,
-    weights_of,
-)
+from surefoot.verify.fused.elements import find_block, find_token, largest_of, number_of, uniform_of, weights_of
+from surefoot.verify.fused.requests import Requests
+from surefoot.verify.fused.sampling import Workspace, block_of, measure, processed_reference
 from surefoot.verify.philox import Purpose
 
 RECORD = 4  # entries of a record behind the draft: accepted, the token that follows, flags, index of the first token
@@ -68,30 +58,16 @@ class Rejection:
         sequences = len(certain)
         device = logits.device
         return Rejection(
-            logits=logits,
-            workspace=workspace,
-            draft_logits=draft_logits,
-            draft_workspace=draft_workspace,
-            certain=certain,
-            verdict=torch.zeros(sequences, 2, dtype=torch.int32, device=device),
+            logits=logits, workspace=workspace, draft_logits=draft_logits, draft_workspace=draft_workspace,
+            certain=certain, verdict=torch.zeros(sequences, 2, dtype=torch.int32, device=device),
             residual=torch.zeros(sequences, workspace.largest.shape[1], dtype=torch.float64, device=device),
-        )
+        )  # fmt: skip
 
 
 def accept_reference(
-    drafts: Tensor,
-    choices: Tensor,
-    bad: Tensor,
-    requests: Requests,
-    slots: Tensor,
-    length: Tensor,
-    tokens: Tensor,
-    keep: Tensor,
-    accepted: Tensor,
-    following: Tensor,
-    record: Tensor,
-    rejection: Rejection | None = None,
-) -> None:
+    drafts: Tensor, choices: Tensor, bad: Tensor, requests: Requests, slots: Tensor, length: Tensor, tokens: Tensor,
+    keep: Tensor, accepted: Tensor, following: Tensor, record: Tensor, rejection: Rejection | None = None,
+) -> None:  # fmt: skip
     """`accept` by `surefoot.verify`, sequence after sequence."""
     window = drafts.shape[1] + 1
     for b, slot in enumerate(slots.tolist()):
@@ -124,19 +100,9 @@ def accept_reference(
 
 
 def accept(
-    drafts: Tensor,
-    choices: Tensor,
-    bad: Tensor,
-    requests: Requests,
-    slots: Tensor,
-    length: Tensor,
-    tokens: Tensor,
-    keep: Tensor,
-    accepted: Tensor,
-    following: Tensor,
-    record: Tensor,
-    rejection: Rejection | None = None,
-) -> None:
+    drafts: Tensor, choices: Tensor, bad: Tensor, requests: Requests, slots: Tensor, length: Tensor, tokens: Tensor,
+    keep: Tensor, accepted: Tensor, following: Tensor, record: Tensor, rejection: Rejection | None = None,
+) -> None:  # fmt: skip
     """Judge B drafts of K <= 30 tokens, and commit what stays. Source: `surefoot.verify.verify`.
 
     `drafts` int32 [B, K], -1 behind a draft that is shorter; `choices` and `bad` int32 [B * (K + 1)] from `choose`;
@@ -201,83 +167,27 @@ def accept(
     else:
         measure(draft_logits, requests, slots, length, draft, window=depth, only_rejection=True)
     distributions = (
-        rejection.logits,
-        target.largest,
-        target.border,
-        target.mass,
-        draft_logits,
-        draft.largest,
-        draft.border,
-        draft.mass,
-        rejection.certain,
-        rejection.verdict,
-        rejection.residual,
-    )
+        rejection.logits, target.largest, target.border, target.mass, draft_logits, draft.largest, draft.border,
+        draft.mass, rejection.certain, rejection.verdict, rejection.residual,
+    )  # fmt: skip
     sizes = (rejection.logits.stride(0), draft_logits.stride(0), vocab_size, blocks)
     padded = triton.next_power_of_2(blocks)
     _judge_kernel[(sequences,)](
-        drafts,
-        slots,
-        requests.limit,
-        length,
-        requests.temperature,
-        requests.floor,
-        requests.seed,
-        requests.rejection,
-        *distributions,
-        *sizes,
-        DEPTH=depth,
-        PLACES=triton.next_power_of_2(depth + 1),
-        BLOCKS=padded,
-        SAMPLED=sampled,
-        num_warps=1,
-        **options,
-    )
+        drafts, slots, requests.limit, length, requests.temperature, requests.floor, requests.seed,
+        requests.rejection, *distributions, *sizes, DEPTH=depth, PLACES=triton.next_power_of_2(depth + 1),
+        BLOCKS=padded, SAMPLED=sampled, num_warps=1, **options,
+    )  # fmt: skip
     _residual_kernel[(blocks, sequences)](
-        drafts,
-        slots,
-        requests.limit,
-        length,
-        requests.temperature,
-        requests.floor,
-        requests.rejection,
-        *distributions,
-        *sizes,
-        DEPTH=depth,
-        BLOCKS=padded,
-        BLOCK=block_of(vocab_size),
-        SAMPLED=sampled,
-        num_warps=8,
+        drafts, slots, requests.limit, length, requests.temperature, requests.floor, requests.rejection,
+        *distributions, *sizes, DEPTH=depth, BLOCKS=padded, BLOCK=block_of(vocab_size), SAMPLED=sampled, num_warps=8,
         **options,
-    )
+    )  # fmt: skip
     _commit_kernel[(sequences,)](
-        drafts,
-        choices,
-        bad,
-        slots,
-        requests.limit,
-        length,
-        tokens,
-        tokens.stride(0),
-        keep,
-        accepted,
-        following,
-        record,
-        requests.temperature,
-        requests.floor,
-        requests.seed,
-        requests.rejection,
-        *distributions,
-        *sizes,
-        DEPTH=depth,
-        PLACES=triton.next_power_of_2(depth + 1),
-        BLOCKS=padded,
-        BLOCK=block_of(vocab_size),
-        REJECTION=True,
-        SAMPLED=sampled,
-        num_warps=8,
-        **options,
-    )
+        drafts, choices, bad, slots, requests.limit, length, tokens, tokens.stride(0), keep, accepted, following,
+        record, requests.temperature, requests.floor, requests.seed, requests.rejection, *distributions, *sizes,
+        DEPTH=depth, PLACES=triton.next_power_of_2(depth + 1), BLOCKS=padded, BLOCK=block_of(vocab_size),
+        REJECTION=True, SAMPLED=sampled, num_warps=8, **options,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -290,19 +200,9 @@ def _total(mass_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _probabilities(
-    logits_ptr,
-    stride,
-    largest_ptr,
-    border_ptr,
-    mass_ptr,
-    row,
-    token,
-    temperature,
-    floor,
-    vocab_size,
-    blocks,
+    logits_ptr, stride, largest_ptr, border_ptr, mass_ptr, row, token, temperature, floor, vocab_size, blocks,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """The processed distribution of one row at some tokens, float64."""
     key, _ = largest_of(largest_ptr, row, blocks, BLOCKS)
     row_ptr = logits_ptr + row.to(tl.int64) * stride
@@ -312,62 +212,23 @@ def _probabilities(
 
 @triton.jit
 def _rest(
-    target_ptr,
-    target_stride,
-    target_largest_ptr,
-    target_border_ptr,
-    target_mass_ptr,
-    draft_ptr,
-    draft_stride,
-    draft_largest_ptr,
-    draft_border_ptr,
-    draft_mass_ptr,
-    certain_ptr,
-    drafts_ptr,
-    sequence,
-    accepted,
-    token,
-    temperature,
-    floor,
-    vocab_size,
-    blocks,
-    DEPTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SAMPLED: tl.constexpr,
-):
+    target_ptr, target_stride, target_largest_ptr, target_border_ptr, target_mass_ptr, draft_ptr, draft_stride,
+    draft_largest_ptr, draft_border_ptr, draft_mass_ptr, certain_ptr, drafts_ptr, sequence, accepted, token,
+    temperature, floor, vocab_size, blocks, DEPTH: tl.constexpr, BLOCKS: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
     """max(0, p - q) at some tokens, behind a draft token that was refused."""
     rest = _probabilities(
-        target_ptr,
-        target_stride,
-        target_largest_ptr,
-        target_border_ptr,
-        target_mass_ptr,
-        sequence * (DEPTH + 1) + accepted,
-        token,
-        temperature,
-        floor,
-        vocab_size,
-        blocks,
-        BLOCKS,
-    )
+        target_ptr, target_stride, target_largest_ptr, target_border_ptr, target_mass_ptr,
+        sequence * (DEPTH + 1) + accepted, token, temperature, floor, vocab_size, blocks, BLOCKS,
+    )  # fmt: skip
     certain = tl.full((), 1, tl.int32)
     if SAMPLED:
         certain = tl.load(certain_ptr + sequence)
         if certain == 0:
             q = _probabilities(
-                draft_ptr,
-                draft_stride,
-                draft_largest_ptr,
-                draft_border_ptr,
-                draft_mass_ptr,
-                sequence * DEPTH + accepted,
-                token,
-                temperature,
-                floor,
-                vocab_size,
-                blocks,
-                BLOCKS,
-            )
+                draft_ptr, draft_stride, draft_largest_ptr, draft_border_ptr, draft_mass_ptr,
+                sequence * DEPTH + accepted, token, temperature, floor, vocab_size, blocks, BLOCKS,
+            )  # fmt: skip
             rest = tl.maximum(rest - q, 0.0)
     if certain != 0:
         rest = tl.where(token == tl.load(drafts_ptr + sequence * DEPTH + accepted), 0.0, rest)
@@ -376,35 +237,11 @@ def _rest(
 
 @triton.jit
 def _judge_kernel(
-    drafts_ptr,
-    slots_ptr,
-    limit_ptr,
-    length_ptr,
-    temperature_ptr,
-    floor_ptr,
-    seed_ptr,
-    rejection_ptr,
-    target_ptr,
-    target_largest_ptr,
-    target_border_ptr,
-    target_mass_ptr,
-    draft_ptr,
-    draft_largest_ptr,
-    draft_border_ptr,
-    draft_mass_ptr,
-    certain_ptr,
-    verdict_ptr,
-    residual_ptr,
-    target_stride,
-    draft_stride,
-    vocab_size,
-    blocks,
-    DEPTH: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    drafts_ptr, slots_ptr, limit_ptr, length_ptr, temperature_ptr, floor_ptr, seed_ptr, rejection_ptr, target_ptr,
+    target_largest_ptr, target_border_ptr, target_mass_ptr, draft_ptr, draft_largest_ptr, draft_border_ptr,
+    draft_mass_ptr, certain_ptr, verdict_ptr, residual_ptr, target_stride, draft_stride, vocab_size, blocks,
+    DEPTH: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, SAMPLED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     sequence = tl.program_id(0)
@@ -429,19 +266,9 @@ def _judge_kernel(
             token = tl.load(drafts_ptr + sequence * DEPTH + i) + tl.zeros((1,), tl.int32)
             row = sequence * (DEPTH + 1) + i
             p = _probabilities(
-                target_ptr,
-                target_stride,
-                target_largest_ptr,
-                target_border_ptr,
-                target_mass_ptr,
-                row,
-                token,
-                temperature,
-                floor,
-                vocab_size,
-                blocks,
-                BLOCKS,
-            )
+                target_ptr, target_stride, target_largest_ptr, target_border_ptr, target_mass_ptr, row, token,
+                temperature, floor, vocab_size, blocks, BLOCKS,
+            )  # fmt: skip
             q = tl.full((1,), 1.0, tl.float64)
             if SAMPLED:  # noqa: SIM102 (a compile-time condition stands alone)
                 if certain == 0:
@@ -468,34 +295,11 @@ def _judge_kernel(
 
 @triton.jit
 def _residual_kernel(
-    drafts_ptr,
-    slots_ptr,
-    limit_ptr,
-    length_ptr,
-    temperature_ptr,
-    floor_ptr,
-    rejection_ptr,
-    target_ptr,
-    target_largest_ptr,
-    target_border_ptr,
-    target_mass_ptr,
-    draft_ptr,
-    draft_largest_ptr,
-    draft_border_ptr,
-    draft_mass_ptr,
-    certain_ptr,
-    verdict_ptr,
-    residual_ptr,
-    target_stride,
-    draft_stride,
-    vocab_size,
-    blocks,
-    DEPTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    drafts_ptr, slots_ptr, limit_ptr, length_ptr, temperature_ptr, floor_ptr, rejection_ptr, target_ptr,
+    target_largest_ptr, target_border_ptr, target_mass_ptr, draft_ptr, draft_largest_ptr, draft_border_ptr,
+    draft_mass_ptr, certain_ptr, verdict_ptr, residual_ptr, target_stride, draft_stride, vocab_size, blocks,
+    DEPTH: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     block, sequence = tl.program_id(0), tl.program_id(1)
@@ -508,73 +312,23 @@ def _residual_kernel(
     if tl.load(verdict_ptr + sequence * 2 + 1) == 0:
         return
     rest = _rest(
-        target_ptr,
-        target_stride,
-        target_largest_ptr,
-        target_border_ptr,
-        target_mass_ptr,
-        draft_ptr,
-        draft_stride,
-        draft_largest_ptr,
-        draft_border_ptr,
-        draft_mass_ptr,
-        certain_ptr,
-        drafts_ptr,
-        sequence,
-        tl.load(verdict_ptr + sequence * 2),
-        block * BLOCK + tl.arange(0, BLOCK),
-        tl.load(temperature_ptr + slot),
-        tl.load(floor_ptr + slot),
-        vocab_size,
-        blocks,
-        DEPTH,
-        BLOCKS,
-        SAMPLED,
-    )
+        target_ptr, target_stride, target_largest_ptr, target_border_ptr, target_mass_ptr, draft_ptr, draft_stride,
+        draft_largest_ptr, draft_border_ptr, draft_mass_ptr, certain_ptr, drafts_ptr, sequence,
+        tl.load(verdict_ptr + sequence * 2), block * BLOCK + tl.arange(0, BLOCK), tl.load(temperature_ptr + slot),
+        tl.load(floor_ptr + slot), vocab_size, blocks, DEPTH, BLOCKS, SAMPLED,
+    )  # fmt: skip
     tl.store(residual_ptr + sequence * blocks + block, tl.sum(rest, axis=0))
 
 
 @triton.jit
 def _commit_kernel(
-    drafts_ptr,
-    choices_ptr,
-    bad_ptr,
-    slots_ptr,
-    limit_ptr,
-    length_ptr,
-    tokens_ptr,
-    tokens_stride,
-    keep_ptr,
-    accepted_ptr,
-    following_ptr,
-    record_ptr,
-    temperature_ptr,
-    floor_ptr,
-    seed_ptr,
-    rejection_ptr,
-    target_ptr,
-    target_largest_ptr,
-    target_border_ptr,
-    target_mass_ptr,
-    draft_ptr,
-    draft_largest_ptr,
-    draft_border_ptr,
-    draft_mass_ptr,
-    certain_ptr,
-    verdict_ptr,
-    residual_ptr,
-    target_stride,
-    draft_stride,
-    vocab_size,
-    blocks,
-    DEPTH: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REJECTION: tl.constexpr,
-    SAMPLED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    drafts_ptr, choices_ptr, bad_ptr, slots_ptr, limit_ptr, length_ptr, tokens_ptr, tokens_stride, keep_ptr,
+    accepted_ptr, following_ptr, record_ptr, temperature_ptr, floor_ptr, seed_ptr, rejection_ptr, target_ptr,
+    target_largest_ptr, target_border_ptr, target_mass_ptr, draft_ptr, draft_largest_ptr, draft_border_ptr,
+    draft_mass_ptr, certain_ptr, verdict_ptr, residual_ptr, target_stride, draft_stride, vocab_size, blocks,
+    DEPTH: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, REJECTION: tl.constexpr,
+    SAMPLED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     sequence = tl.program_id(0)
