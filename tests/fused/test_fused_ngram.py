@@ -101,7 +101,3 @@ def test_the_hosts_constants() -> None:
     assert (ngram.AFTER_ONE, ngram.LONGEST) == (AFTER_ONE, LONGEST)
     repeated = [4] * 100
     assert run([repeated], [0], 5, 5, 2) == [([4] * 5, 5, LONGEST)]
-
-
-def test_the_device_looks_up_by_the_hosts_numbers() -> None:
-    assert (ngram.AFTER_ONE, ngram.LONGEST) == (AFTER_ONE, LONGEST)
