@@ -61,12 +61,13 @@ def choose_tiling(out_features: int, in_features: int, weight_bytes: int, paired
     if weight_bytes == 4:
         return Tiling(16, 64, stages=3, ahead=0)
     block_k = 128 * 2 // weight_bytes
+    stages = 6 if 1024 < in_features <= 2048 else 4
     if paired:
-        return Tiling(32, block_k, ahead=512 if in_features <= 2048 else 0)
+        return Tiling(32, block_k, stages=stages, ahead=512 if in_features <= 2048 else 0)
     if out_features > 100_000:
-        return Tiling(64, block_k, ahead=0)
+        return Tiling(64, block_k, stages=stages, ahead=0)
     if out_features > SPLIT_FEATURES:
-        return Tiling(32, block_k, ahead=512 if in_features <= 2048 else 0)
+        return Tiling(32, block_k, stages=stages, ahead=512 if in_features <= 2048 else 0)
     parts = MAX_PARTS if out_features <= 2048 else 2
     while parts > 1 and in_features % (block_k * parts):
         parts //= 2

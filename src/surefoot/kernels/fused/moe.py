@@ -8,7 +8,7 @@ and 19 MB of down rows. So a chosen expert's weights are read once for up to 16 
    adds them up and chooses. 17 x 4 programs of 16 KB.
 2. gate, up: (block of the width, slot) -> silu(gate) * up. 32 x 9 programs of 128 KB.
 3. down: (block of H, slot) -> one weighted output per row and choice; the last program of a block to arrive adds them
-   to x. 64 x 9 programs of 32 KB.
+   to x. 32 x 9 programs of 64 KB.
 
 A slot is an expert to run. While rows * top_k < E there is one for every routed (row, choice), run if no earlier row
 chose the same expert, and one for the shared expert; beyond, one for every expert. A row's choices are kept in
@@ -44,7 +44,7 @@ from surefoot.kernels.quantise import GROUP, Weight, dense_of, scales_of
 ROUTE_EXPERTS = 16  # router rows of a program: the narrowest tile product
 WIDTH_BLOCK = 16  # gate rows, and as many up rows, of a program
 WIDTH_SPAN = 128  # 16-bit elements of H of a step of its loop
-HIDDEN_BLOCK = 32  # down rows of a program
+HIDDEN_BLOCK = 64  # down rows of a program
 WIDE, NARROW = 512, 64  # elements along the summed axis held in registers at once: 16-bit and 8-bit weights; float32
 NEVER = tl.constexpr(-(2**63))  # below every key of `_choose`
 
