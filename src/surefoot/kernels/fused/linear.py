@@ -196,7 +196,8 @@ def linear(
     scale, into = feed if feed is not None else (x, Feed(x, x))
     assert feed is None or into.squares.shape[1] == blocks, "a Feed with as many parts as the layer has blocks"
     filler = x  # stands in for an argument that the kernel does not touch
-    _linear_kernel[(blocks, -(-rows // 16), tiling.parts)](
+    # Tiles of rows first: programs that read the same weights then run together, and the L2 cache serves all but one.
+    _linear_kernel[(-(-rows // 16), blocks, tiling.parts)](
         x, numbers, filler if squares is None else squares, row_scale, out,
         scale, into.scaled, into.squares,
         filler if workspace is None else workspace.sums, filler if workspace is None else workspace.counters,
@@ -253,9 +254,9 @@ def _linear_kernel(
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    blocks = tl.num_programs(0)
-    tile = tl.program_id(1)
+    tile = tl.program_id(0)
+    block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     part = tl.program_id(2)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -325,7 +326,7 @@ def _linear_kernel(
         # The parts' sums go to memory; the last program to arrive adds them up in their order.
         width: tl.constexpr = N * (2 if PAIRED else 1)
         spot = sums + m[:, None] * width + n[None, :]
-        stride = tl.num_programs(1) * TILE_ROWS * width
+        stride = tl.num_programs(0) * TILE_ROWS * width
         tl.store(spot + part * stride, gate, mask)
         if PAIRED:
             tl.store(spot + part * stride + N, up, mask)
