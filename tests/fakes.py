@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,8 +17,8 @@ from torch import Tensor
 from surefoot.engine.loop import StepRecord, prefill, step
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
-from surefoot.types import Draft, Drafter, Scores, Window
-from surefoot.verify import choose, draft_token, probabilities, process
+from surefoot.types import Draft, Drafter, Scores, Verdict, Window
+from surefoot.verify import acceptance, choose, draft_token, probabilities, process
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -309,6 +310,39 @@ class Dice:
                     break
             else:
                 return
+
+
+@contextmanager
+def every_verdict(dice: Dice) -> Iterator[None]:
+    """Within, verification under the p/q rule takes every outcome in turn.
+
+    Its uniforms are replaced by the middles of the intervals on which its verdict is constant, and each interval is
+    taken with its length as its chance. The verdict itself is the engine's own.
+    """
+    judge = acceptance._accept
+
+    def judge_every_outcome(tokens: Tensor, p: Tensor, q: Tensor | None, draws: Tensor) -> Verdict:
+        uniforms, stopped = [], None
+        for i, token in enumerate(tokens.tolist()):
+            ratio = p[i, token].item() / (1.0 if q is None else q[i, token].item())
+            kept = min(1.0, ratio)
+            refused = dice.roll((kept, 1 - kept)) == 1 if stopped is None else True
+            uniforms.append((1 + kept) / 2 if refused else kept / 2)
+            if refused and stopped is None:
+                stopped = i
+        last = p[len(tokens) if stopped is None else stopped].double().tolist()
+        if stopped is not None:
+            token = int(tokens[stopped])
+            minus = [float(x == token) for x in range(len(last))] if q is None else q[stopped].double().tolist()
+            last = [max(0.0, x - y) for x, y in zip(last, minus, strict=True)]
+        chances = [x / sum(last) for x in last]
+        index = dice.roll(chances)
+        uniforms.append(sum(chances[:index]) + chances[index] / 2)
+        return judge(tokens, p, q, torch.tensor([min(u, 1 - 2**-53) for u in uniforms], dtype=torch.float64))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acceptance, "_accept", judge_every_outcome)
+        yield
 
 
 def exact_law(row: Row, params: SamplingParams, prompt: Seq[int], length: int) -> dict[tuple[int, ...], float]:

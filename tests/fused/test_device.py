@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,10 @@ from surefoot.engine.target import DecoderTarget
 from surefoot.errors import InputError
 from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.tiny import tiny_config
-from surefoot.model import Decoder, MTPHead
+from surefoot.model import Decoder, DraftHead, MTPHead
 from surefoot.model.fused import FusedModel
 from surefoot.model.tensors import random_tensors
-from surefoot.sampling import SamplingParams
+from surefoot.sampling import Acceptance, SamplingParams
 from surefoot.sequence import Sequence
 
 CONFIG = replace(  # as small as it goes: the interpreter takes its time
@@ -112,3 +113,32 @@ def test_statistics_are_those_of_the_host(device: torch.device) -> None:
     assert ours.token_ids == theirs.token_ids
     for name in ("steps", "proposed_by_position", "accepted_by_position"):
         assert getattr(ours.stats, name) == getattr(theirs.stats, name)
+
+
+@pytest.mark.parametrize(
+    "ids, temperature, rule",
+    [
+        ([4], 0.0, "coupled"),
+        (range(0, 61, 7), 0.9, "coupled"),
+        (range(0, 61, 7), 0.9, "rejection"),
+    ],
+)
+def test_a_draft_vocabulary_is_the_hosts(
+    device: torch.device, ids: Seq[int], temperature: float, rule: Acceptance
+) -> None:
+    """The same drafts and the same tokens as on the host with the same vocabulary. Under the p/q rule, too: draws have
+    the same keys, and only rounding stands between the rows."""
+    params = SamplingParams(max_new_tokens=4, temperature=temperature, seed=3, acceptance=rule)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        draft_head = DraftHead(decoder, ids)
+        host = Engine(DecoderTarget(decoder, 1), MTPDrafter(head, 1, draft_head=draft_head), 2)
+        target = DeviceTarget(FusedModel(decoder, head, 1, 3), "mtp", 2, draft_head)
+        theirs, ours = (
+            [(step.draft.tokens, step.tokens) for step in engine.stream(PROMPTS[0], params)]
+            for engine in (host, Engine(target, target.drafter, 2))
+        )
+        plain = Engine(DecoderTarget(decoder, 1), NoDrafter(), 0).generate(PROMPTS[0], params)
+    assert ours == theirs
+    assert {token for drafts, _ in ours for token in drafts} <= set(ids)
+    assert rule == "rejection" or [token for _, tokens in ours for token in tokens] == plain.token_ids

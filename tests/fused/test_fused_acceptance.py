@@ -171,6 +171,20 @@ def test_same_verdicts_as_the_host(vocab_size: int, device: torch.device) -> Non
     assert len(set(state.accepted.tolist())) > 1
 
 
+def test_drafters_of_few_tokens(device: torch.device) -> None:
+    """q is 0 outside a draft vocabulary: the target's other tokens come from the residual, or whole where none of the
+    vocabulary is left."""
+    params = [DRAWN, FILTERED, COUPLED, DRAWN]
+    target, draft = rows(len(params) * 4, 301, 6, device), rows(len(params) * 3, 301, 7, device)
+    outside = torch.ones(301, dtype=torch.bool, device=device)
+    outside[::9] = False
+    draft = draft.masked_fill(outside, -torch.inf)
+    state, expected, drafts = step(params, [0] * 4, 3, target, draft, [5, 6, 7, 8], 38)
+    assert state == expected
+    assert not outside[drafts.long()].any()
+    assert outside[state.following.long()].any()
+
+
 def test_certain_drafters_need_no_draft_logits(device: torch.device) -> None:
     state, expected, _ = step([DRAWN, FILTERED], [1] * 2, 3, rows(8, 301, 1, device), None, [5, 6], 38)
     assert state == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from surefoot.engine.target import DecoderTarget
 from surefoot.kernels.fused.rows import Text
 from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.tiny import tiny_config
-from surefoot.model import Decoder, MTPHead
+from surefoot.model import Decoder, DraftHead, MTPHead
 from surefoot.model.fused import FusedModel
 from surefoot.model.spans import Layout
 from surefoot.model.tensors import random_tensors
@@ -132,6 +134,23 @@ def test_drafts_agree_with_the_plain_head(device: torch.device, moe: bool) -> No
                 state = head.decode(state, [token], lane, layout_of(known + step, 1, device))[:1]
                 torch.testing.assert_close(found, decoder.logits(state.repeat(2, 1))[0], rtol=1e-3, atol=1e-3)
             position = known
+
+
+@pytest.mark.parametrize("ids, quantise", [([3], False), ([0, 2, 39], True)])
+@torch.inference_mode()
+def test_a_draft_head_gives_its_tokens_logits(device: torch.device, ids: list[int], quantise: bool) -> None:
+    model, _ = build(small(False), device, quantise)
+    start(model, 0, [1, 2, 3])
+    start(model, 1, [4, 5])
+    text, began = window_text(model, [0, 1], [[5] * 3] * 2), model.progress.length - 1
+    draft_head, chained = DraftHead(model.decoder, ids), model._chained
+    for draft in (partial(model.draft_first, text, began, WINDOW), partial(model.draft_next, text, began)):
+        before = chained.clone()
+        whole = draft().clone()
+        chained.copy_(before)
+        found = draft(draft_head=draft_head)
+        assert found.shape == (2, len(ids))
+        torch.testing.assert_close(found, whole[:, ids], rtol=1e-4, atol=1e-4)
 
 
 def layout_of(position: int, count: int, device: torch.device) -> Layout:

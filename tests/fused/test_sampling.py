@@ -54,14 +54,18 @@ def run(
     window: int,
     offset: int = 0,
     draw: bool = False,
+    ids: Tensor | None = None,
 ) -> tuple[list[int], list[int], Workspace]:
     device = logits.device
     workspace = Workspace.empty(len(logits), logits.shape[1], device)
     out = torch.full((len(logits),), -7, dtype=torch.int32, device=device)
     bad = torch.full_like(out, -7)
     slot_tensor = torch.tensor(slots, dtype=torch.int32, device=device)
-    function = sampling.draw_draft if draw else sampling.choose
-    function(logits, requests, slot_tensor, position, workspace, out, bad, window=window, offset=offset)
+    if draw:
+        sampling.draw_draft(logits, requests, slot_tensor, position, workspace, out, bad, window=window, offset=offset,
+                            ids=ids)  # fmt: skip
+    else:
+        sampling.choose(logits, requests, slot_tensor, position, workspace, out, bad, window=window, offset=offset)
     return out.tolist(), bad.tolist(), workspace
 
 
@@ -73,12 +77,16 @@ def expected(
     window: int,
     offset: int = 0,
     draw: bool = False,
+    ids: Tensor | None = None,
 ) -> tuple[list[int], list[int]]:
     out = torch.full((len(logits),), -7, dtype=torch.int32)
     bad = torch.full_like(out, -7)
-    function = sampling.draw_draft_reference if draw else sampling.choose_reference
-    workspace = Workspace.empty(1, 1, logits.device)
-    function(logits, requests, torch.tensor(slots), position, workspace, out, bad, window=window, offset=offset)
+    workspace, owners = Workspace.empty(1, 1, logits.device), torch.tensor(slots)
+    if draw:
+        sampling.draw_draft_reference(logits, requests, owners, position, workspace, out, bad, window=window,
+                                      offset=offset, ids=ids)  # fmt: skip
+    else:
+        sampling.choose_reference(logits, requests, owners, position, workspace, out, bad, window=window, offset=offset)
     return out.tolist(), bad.tolist()
 
 
@@ -187,6 +195,52 @@ def test_a_drafter_that_couples_and_one_that_draws(device: torch.device) -> None
         tokens, bad, _ = run(logits, requests, slots, position, 1, offset, draw=True)
         # The draw inverts a cumulative sum: only a uniform next to a border between tokens could tell the sums apart.
         assert (tokens, bad) == expected(logits, requests, slots, position, 1, offset, draw=True)
+
+
+def some_ids(vocab_size: int, count: int, device: torch.device) -> Tensor:
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(count))[:count].sort().values.to(device)
+
+
+@pytest.mark.parametrize("count", [1, 2, 65, 700, 1001])
+def test_drafts_among_some_tokens(count: int, device: torch.device) -> None:
+    """The tokens that the whole row gives with all others at -inf; with all tokens listed, those without a list."""
+    drawn = [SamplingParams(**{**vars(kind), "acceptance": "rejection"}) for kind in (KINDS["cool"], KINDS["all"])]
+    requests = requests_of([*(KINDS[kind] for kind in ("greedy", "plain", "top_p", "all")), *drawn], device)
+    slots, vocab_size = [0, 1, -1, 2, 3, 4, 5], 1001
+    position = torch.arange(6, dtype=torch.int32, device=device) * 10 + 3
+    whole = logits_of(len(slots), vocab_size, device, 4).round(decimals=1)  # with ties
+    ids = some_ids(vocab_size, count, device)
+    tokens, bad, _ = run(whole[:, ids].contiguous(), requests, slots, position, 1, 1, draw=True, ids=ids)
+    assert (tokens, bad) == expected(whole[:, ids], requests, slots, position, 1, 1, draw=True, ids=ids)
+    others = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    others[ids] = False
+    masked = whole.masked_fill(others, -math.inf)
+    assert tokens == run(masked, requests, slots, position, 1, 1, draw=True)[0]
+    assert set(tokens) <= {-1, *ids.tolist()}
+
+
+def test_the_noise_is_the_tokens_own(device: torch.device) -> None:
+    """Control: noise by place in the list would give other tokens, which no target's noise would meet."""
+    requests = requests_of([KINDS["plain"]], device)
+    position = torch.zeros(1, dtype=torch.int32, device=device)
+    whole = logits_of(12, 200, device, scale=0.5)
+    never = int(torch.tensor(run(whole, requests, [0], position, 12)[0]).bincount(minlength=200).argmin())
+    ids = torch.tensor([token for token in range(200) if token != never], device=device)
+    rows = whole[:, ids].contiguous()
+    target = run(whole, requests, [0], position, 12)[0]
+    assert run(rows, requests, [0], position, 12, draw=True, ids=ids)[0] == target
+    misplaced = ids[run(rows, requests, [0], position, 12, draw=True)[0]].tolist()
+    assert sum(a == b for a, b in zip(misplaced, target, strict=True)) < 12 - 3
+
+
+def test_bad_rows_among_some_tokens(device: torch.device) -> None:
+    logits = logits_of(3, 50, device)
+    logits[0, 7], logits[1] = math.nan, -math.inf
+    ids = some_ids(300, 50, device)
+    position = torch.zeros(1, dtype=torch.int32, device=device)
+    tokens, bad, _ = run(logits, requests_of([KINDS["cool"]], device), [0], position, 3, draw=True, ids=ids)
+    assert bad == [1, 1, 0]
+    assert set(tokens) <= set(ids.tolist())
 
 
 def test_out_may_be_a_column(device: torch.device) -> None:

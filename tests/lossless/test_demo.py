@@ -40,6 +40,27 @@ def test_identical_tokens_for_every_drafter_and_length(device: str, dtype: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_draft_vocabulary_changes_no_token(device: str, temperature: float) -> None:
+    """With all tokens in it, no draft either; the coupled drafts of fewer meet the target's tokens nearly as often."""
+    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=11)
+    texts = prompts(3)
+    free = Engine.from_pretrained(MODEL, device=device, slots=3).generate(texts, params)
+    accepted = {}
+    for size in (1, 2048, 8192):
+        engine = Engine.from_pretrained(MODEL, device=device, slots=3, draft_vocab=size)
+        assert f"the first {size} of draft_vocab.json" in engine.notes[-1]
+        outs = engine.generate(texts, params)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in free]
+        accepted[size] = sum(out.stats.accepted for out in outs)
+        if size == 8192:
+            assert [out.stats.accepted_by_position for out in outs] == [o.stats.accepted_by_position for o in free]
+    assert accepted[1] < accepted[2048] / 2
+    assert accepted[2048] > 0.7 * accepted[8192]
+
+
+@pytest.mark.slow
 def test_the_head_is_worth_having() -> None:
     """First-position greedy acceptance on held-out text, free running."""
     engine = Engine.from_pretrained(MODEL, drafter="mtp", draft_length=3, slots=2)

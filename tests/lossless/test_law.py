@@ -22,7 +22,7 @@ from surefoot.drafters.none import NoDrafter
 from surefoot.errors import InputError, NumericalError
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
-from surefoot.types import Drafter, Verdict
+from surefoot.types import Drafter
 from surefoot.verify import acceptance, probabilities
 from tests.fakes import (
     Argmax,
@@ -38,6 +38,7 @@ from tests.fakes import (
     Wrong,
     decode,
     decode_batch,
+    every_verdict,
     exact_law,
     hashed_rows,
 )
@@ -83,35 +84,9 @@ class EveryOutcome(Scripted):
 
 
 def step_law(row: Row, drafter: Scripted, params: SamplingParams, depth: int, length: int) -> dict[Any, float]:
-    """The exact law of the first `length` tokens that the loop puts out.
-
-    Verification's uniforms are replaced by the middles of the intervals on which its verdict is constant, and each
-    interval is taken in turn with its length as its chance. The verdict itself is the engine's own.
-    """
+    """The exact law of the first `length` tokens that the loop puts out."""
     dice, law = Dice(), defaultdict[tuple[int, ...], float](float)
-    judge = acceptance._accept
-
-    def judge_every_outcome(tokens: Tensor, p: Tensor, q: Tensor | None, draws: Tensor) -> Verdict:
-        uniforms, stopped = [], None
-        for i, token in enumerate(tokens.tolist()):
-            ratio = p[i, token].item() / (1.0 if q is None else q[i, token].item())
-            kept = min(1.0, ratio)
-            refused = dice.roll((kept, 1 - kept)) == 1 if stopped is None else True
-            uniforms.append((1 + kept) / 2 if refused else kept / 2)
-            if refused and stopped is None:
-                stopped = i
-        last = p[len(tokens) if stopped is None else stopped].double().tolist()
-        if stopped is not None:
-            token = int(tokens[stopped])
-            minus = [float(x == token) for x in range(len(last))] if q is None else q[stopped].double().tolist()
-            last = [max(0.0, x - y) for x, y in zip(last, minus, strict=True)]
-        chances = [x / sum(last) for x in last]
-        index = dice.roll(chances)
-        uniforms.append(sum(chances[:index]) + chances[index] / 2)
-        return judge(tokens, p, q, torch.tensor([min(u, 1 - 2**-53) for u in uniforms], dtype=torch.float64))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acceptance, "_accept", judge_every_outcome)
+    with every_verdict(dice):
         for _ in dice.outcomes():
             run = decode(TableTarget(row, 3), EveryOutcome(dice, drafter), params, depth, PROMPT)
             law[tuple(run.output[:length])] += dice.chance

@@ -159,6 +159,20 @@ class TestRun:
             assert 0 < speed["least"] <= speed["median"] <= speed["most"]
             assert 0 < row["seconds"]["verify_s"] < row["seconds"]["decode_s"]
 
+    def test_a_draft_vocabulary(self, model: Path, tmp_path: Path) -> None:
+        saved, ids = tmp_path / "x.json", tmp_path / "ids.json"
+        ids.write_text("[5, 6, 7]")
+        reports = []
+        for wanted in (2, ids):
+            result = call("-m", model, *SMALL, "--draft-vocab", wanted, "--json", saved)
+            assert result.exit_code == 0, result.stderr
+            reports.append(json.loads(saved.read_text()))
+        assert [report["config"]["draft_vocab"] for report in reports] == [2, "ids.json"]
+        assert "draft vocabulary: ids 0 to 1" in reports[0]["notes"][0]
+        assert str(tmp_path) not in json.dumps(reports)
+        assert "--draft-vocab 2" in reports[0]["machine"]["command"]
+        assert reports[0]["step_bytes"]["draft"] < reports[1]["step_bytes"]["draft"]
+
     def test_against_transformers(self, model: Path, tmp_path: Path) -> None:
         pytest.importorskip("transformers")
         saved = tmp_path / "x.json"
@@ -236,6 +250,9 @@ class TestBadInput:
             (("--depths", "1,x"), "--depths"),
             (("--depths", "0"), "draft_length"),
             (("--against", "all"), "against"),
+            (("--draft-vocab", "0"), "draft_vocab"),
+            (("--draft-vocab", "nowhere.json"), "nowhere.json"),
+            (("--draft-vocab", "5", "--drafters", "ngram"), "draft_vocab"),
             (("--json", "/nowhere/x.json"), "--json"),
         ],
     )

@@ -85,6 +85,16 @@ class TestGenerate:
         assert drafted["settings"]["drafter"] == "draft-model"
         assert drafted["token_ids"] == as_json(*common, "-d", "none")["token_ids"]
 
+    def test_a_draft_vocabulary(self, model: Path, tmp_path: Path) -> None:
+        common = ("generate", "ababab", "-m", model, "-n", 12)
+        (tmp_path / "ids.json").write_text("[97, 98]")
+        expected = as_json(*common, "-d", "none")["token_ids"]
+        for wanted in (5, tmp_path / "ids.json"):
+            answer = as_json(*common, "--draft-vocab", wanted)
+            assert answer["token_ids"] == expected
+            assert answer["settings"]["draft_vocab"] == str(wanted)
+        assert "draft_vocab" in refused(call(*common, "-d", "ngram", "--draft-vocab", 5))
+
     def test_prompts_from_everywhere(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "p.txt").write_text("hé")
         common = ("-m", model, "-n", 5, "--json")

@@ -61,11 +61,12 @@ def step_bytes(
     *,
     kv_dtype: torch.dtype | None = None,
     window: int = 1,
+    draft_vocab: int | None = None,
 ) -> StepBytes:
     """Bytes of a step over `batch` sequences of `context` tokens each, `window` tokens read of each.
 
     Rows of a mixture of experts are taken to choose their experts independently and evenly. `kv_dtype`: of the caches,
-    if it is not the weights'.
+    if it is not the weights'; `draft_vocab`: tokens whose rows of the LM head a draft step reads, if not all.
     """
     c = config
     rows = batch * window
@@ -74,7 +75,8 @@ def step_bytes(
     state = (c.num_layers - attention) * c.linear_value_heads * c.linear_key_dim * c.linear_value_dim
     head = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
     target, mtp = target_shapes(c), mtp_shapes(c)
-    draft = _elements(mtp | {head: target[head]}, c, batch) * dtype.itemsize + kv if mtp else 0
+    rows_drafted = (draft_vocab or c.vocab_size, c.hidden_size)
+    draft = _elements(mtp | {head: rows_drafted}, c, batch) * dtype.itemsize + kv if mtp else 0
     body = {name: shape for name, shape in target.items() if c.tied or "embed_tokens" not in name}
     return StepBytes(_elements(body, c, rows) * dtype.itemsize, 2 * state * STATE_BYTES * batch, attention * kv, draft)
 

@@ -13,6 +13,7 @@ from surefoot.bench.prompts import random_tokens
 from surefoot.bench.turns import Action
 from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
+from surefoot.model import DraftHead
 from surefoot.model.fused import FusedModel
 
 SIZES = range(1, 17)
@@ -23,11 +24,11 @@ class FusedPasses:
     """Passes of a FusedModel. Timed ones stand at the context again and again, behind a window of which one token was
     kept."""
 
-    def __init__(self, model: FusedModel, context: int) -> None:
+    def __init__(self, model: FusedModel, context: int, draft_head: DraftHead | None = None) -> None:
         self.context, self.calls = context, REPLAYS if model.decoder.device.type == "cuda" else 1
         self.sizes: Seq[int] = [size for size in SIZES if size <= model.window]
         self.vocab_size = model.decoder.config.vocab_size
-        self._model = model
+        self._model, self._draft_head = model, draft_head
         self._cuda = model.decoder.device.type == "cuda"
         tokens = torch.tensor([random_tokens(self.vocab_size, max(1, model.window - 1))], dtype=torch.int32)
         slots = torch.arange(model.slots, dtype=torch.int32)
@@ -62,7 +63,8 @@ class FusedPasses:
         model.progress.replay.fill_(1)
         actions = {f"verify {size}": self._recorded(partial(model.score, text, size)) for size in self.sizes}
         if model.head is not None:
-            actions["draft"] = self._recorded(partial(model.draft_next, text, model.progress.length))
+            draft = partial(model.draft_next, text, model.progress.length, self._draft_head)
+            actions["draft"] = self._recorded(draft)
         return actions
 
     def rewind(self) -> None:

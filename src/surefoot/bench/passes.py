@@ -16,7 +16,7 @@ from surefoot.bench.prompts import random_tokens
 from surefoot.bench.turns import Action
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.engine.target import DecoderTarget
-from surefoot.model import MTPHead
+from surefoot.model import DraftHead, MTPHead
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Window
@@ -51,10 +51,17 @@ class Passes(Protocol):
 class EagerPasses:
     """Passes of a DecoderTarget and, if there is a head, of the MTP drafter."""
 
-    def __init__(self, target: DecoderTarget, head: MTPHead | None, context: int, sizes: Seq[int] = SIZES) -> None:
+    def __init__(
+        self,
+        target: DecoderTarget,
+        head: MTPHead | None,
+        context: int,
+        sizes: Seq[int] = SIZES,
+        draft_head: DraftHead | None = None,
+    ) -> None:
         self.context, self.sizes, self.calls = context, sizes, 1
         self.vocab_size = target.vocab_size
-        self._target, self._head = target, head
+        self._target, self._head, self._draft_head = target, head, draft_head
         self._slots = range(target.slots)
         self._filled = False
         self._cuda = target.decoder.device.type == "cuda"
@@ -104,7 +111,7 @@ class EagerPasses:
             self._target.commit(slot, size)
 
     def _draft_action(self, head: MTPHead) -> Action:
-        drafter = MTPDrafter(head, len(self._slots))
+        drafter = MTPDrafter(head, len(self._slots), draft_head=self._draft_head)
         hidden = torch.randn(1, head.config.hidden_size, generator=torch.Generator().manual_seed(2))
         hidden = hidden.to(head.decoder.device)
         text = random_tokens(self.vocab_size, self.context + 2)

@@ -35,6 +35,7 @@ from surefoot.engine.loaded import LoadedModel
 from surefoot.errors import InputError
 from surefoot.loading.checkpoint import find_model
 from surefoot.loading.shapes import SHAPES
+from surefoot.model import DraftHead
 from surefoot.model.tensors import random_tensors
 from surefoot.sampling import SamplingParams
 
@@ -70,7 +71,8 @@ def run(settings: Settings, stage: Stage = no_stage) -> Report:
     weights = torch.float8_e4m3fn if settings.weights == "fp8" else bench.model.decoder.dtype
     if weights != bench.model.decoder.dtype:
         kv_dtype = bench.model.decoder.dtype
-    step = step_bytes(config, settings.context, settings.batch, weights, kv_dtype=kv_dtype)
+    draft_vocab = None if bench.draft_head is None else len(bench.draft_head.ids)
+    step = step_bytes(config, settings.context, settings.batch, weights, kv_dtype=kv_dtype, draft_vocab=draft_vocab)
     return Report(
         model=settings.label,
         random_weights=settings.shape is not None,
@@ -84,7 +86,7 @@ def run(settings: Settings, stage: Stage = no_stage) -> Report:
         passes=passes,
         rows=rows,
         library_equal=equal,
-        notes=list(bench.model.notes),
+        notes=list(dict.fromkeys(note for engine in bench.engines.values() for note in engine.notes)),
     )
 
 
@@ -94,6 +96,7 @@ class Bench:
 
     settings: Settings
     model: LoadedModel
+    draft_head: DraftHead | None
     methods: dict[str, Method]
     engines: dict[str, Engine]
     prompts: Prompts
@@ -107,13 +110,17 @@ class Bench:
         if settings.max_len > model.config.max_positions:
             raise InputError(f"context: expected at most {model.config.max_positions} positions with the tokens behind "
                              f"it, as the model has, found {settings.max_len}")  # fmt: skip
+        draft_head, _ = model.draft_head(settings.draft_vocab)  # which complains of a model without an MTP head
         methods = {method.name: method for method in settings.methods(model.head is not None)}
         engines = {
-            name: Engine.over(model, drafter=method.drafter, draft_length=method.depth, slots=settings.batch)
+            name: Engine.over(
+                model, drafter=method.drafter, draft_length=method.depth, slots=settings.batch,
+                draft_vocab=settings.draft_vocab if method.drafter in NEED_HEAD else None,
+            )
             for name, method in methods.items()
-        }
+        }  # fmt: skip
         params = SamplingParams(max_new_tokens=settings.tokens, ignore_eos=True)
-        return cls(settings, model, methods, engines, make_prompts(settings, model), params)
+        return cls(settings, model, draft_head, methods, engines, make_prompts(settings, model), params)
 
     def check(self, stage: Stage) -> Verdict:
         """Decode every prompt by every method, and compare; compare windows with single steps. Warms up, too."""
@@ -180,9 +187,9 @@ class Bench:
         if model.fits_kernels():
             from surefoot.bench.fused import FusedPasses
 
-            yield FusedPasses(model.fused(s.batch), s.context)
+            yield FusedPasses(model.fused(s.batch), s.context, self.draft_head)
             return
-        passes = EagerPasses(model.target(s.batch), model.head, s.context)
+        passes = EagerPasses(model.target(s.batch), model.head, s.context, draft_head=self.draft_head)
         yield passes
         passes.close()
 

@@ -36,7 +36,8 @@ class Method:
 class Settings:
     """Options of a run. One of `model` (a name, folder or hub id) and `shape` (random weights) is set. `prompts` is the
     number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens`; all are checked, and
-    measured in `rounds` rounds. Empty `drafters` are all that the model has parts for. Raises InputError."""
+    measured in `rounds` rounds. Empty `drafters` are all that the model has parts for; those with its head draft among
+    the tokens of `draft_vocab` (`Engine.from_pretrained`). Raises InputError."""
 
     model: str | None = None
     shape: str | None = None
@@ -48,6 +49,7 @@ class Settings:
     prompts: int = 3
     drafters: tuple[str, ...] = ()
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    draft_vocab: int | str | None = None
     tokens: int = 256
     rounds: int = 5
     against: str | None = None
@@ -73,6 +75,9 @@ class Settings:
             _one_of("drafters", drafter, LABELS)
         for depth in self.depths:
             check_draft_length("mtp", depth, device)
+        if self.draft_vocab is not None and self.drafters and not set(self.drafters) & set(NEED_HEAD):
+            raise InputError("draft_vocab: expected with an MTP head's drafter, found drafters "
+                             f"{', '.join(self.drafters)}")  # fmt: skip
 
     @property
     def max_len(self) -> int:
@@ -88,11 +93,17 @@ class Settings:
         return Path(self.model).name if Path(self.model).exists() else self.model
 
     @property
+    def without_paths(self) -> dict[str, Any]:
+        """What stands for options that may hold a path of this machine."""
+        vocabulary = Path(self.draft_vocab).name if isinstance(self.draft_vocab, str) else self.draft_vocab
+        return {"model": self.label if self.shape is None else None, "draft_vocab": vocabulary}
+
+    @property
     def command(self) -> str:
         """The command line of these settings."""
         words = ["surefoot", "bench"]
         for field in fields(self):
-            value = self.label if field.name == "model" and self.shape is None else getattr(self, field.name)
+            value = self.without_paths.get(field.name, getattr(self, field.name))
             if value != field.default:
                 listed = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 words += ["--" + field.name.replace("_", "-"), listed]
@@ -107,8 +118,8 @@ class Settings:
     def resolved(self, methods: Seq[Method]) -> dict[str, Any]:
         """Every option as it was in force, without a path of this machine."""
         drafters = list(dict.fromkeys(method.drafter for method in methods))
-        return {**vars(self), "model": self.label if self.shape is None else None, "drafters": drafters,
-                "max_len": self.max_len, "temperature": 0.0, "ignore_eos": True}  # fmt: skip
+        return {**vars(self), **self.without_paths, "drafters": drafters, "max_len": self.max_len, "temperature": 0.0,
+                "ignore_eos": True}  # fmt: skip
 
 
 def _one_of(name: str, value: str | None, known: Any) -> None:

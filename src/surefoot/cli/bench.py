@@ -11,7 +11,7 @@ from surefoot.bench.run import run
 from surefoot.bench.settings import Settings
 from surefoot.bench.show import renderables
 from surefoot.cli.console import OutputConsole
-from surefoot.cli.options import BenchOptions
+from surefoot.cli.options import BenchOptions, number_or_file
 from surefoot.cli.progress import LateBar
 from surefoot.errors import InputError, shown
 
@@ -49,6 +49,7 @@ def settings_of(options: BenchOptions) -> Settings:
         prompts=options.prompts,
         drafters=_listed("--drafters", options.drafters, str),
         depths=_listed("--depths", options.depths, int),
+        draft_vocab=number_or_file(options.draft_vocab),
         tokens=options.tokens,
         rounds=options.rounds,
         against=options.against,

@@ -19,6 +19,7 @@ def _option(*names: str, help: str, panel: str) -> Any:
 
 PROMPT, MODEL, DRAFT, SAMPLE, OUTPUT = "Prompt", "Model", "Drafting", "Sampling", "Output"
 MEASURE = "Measuring"
+DRAFT_VOCAB = "Draft with the MTP head among so many frequent tokens, or those of a file (a JSON list of ids)."
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Options:
     draft_model: Annotated[
         str | None, _option("--draft-model", help="A second, smaller model to draft with.", panel=DRAFT)
     ] = None
+    draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
     acceptance: Annotated[
         str, _option("--acceptance", help="Above temperature 0: coupled (same tokens) or rejection.", panel=DRAFT)
     ] = "coupled"
@@ -111,12 +113,21 @@ class BenchOptions:
         str, _option("--drafters", "-d", help="Of none,ngram,mtp,mtp+ngram; all that the model has.", panel=DRAFT)
     ] = ""
     depths: Annotated[str, _option("--depths", "-k", help="Draft lengths.", panel=DRAFT)] = "1,2,3,4,5,6"
+    draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
     against: Annotated[
         str | None, _option("--against", help="transformers: measure its generate too.", panel=MEASURE)
     ] = None
     seed: Annotated[int, _option("--seed", help="Decides random weights.", panel=MODEL)] = 0
     json: Annotated[Path | None, _option("--json", help="Save every figure here.", panel=OUTPUT)] = None
     plot: Annotated[Path | None, _option("--plot", help="Draw speeds and passes here.", panel=OUTPUT)] = None
+
+
+def number_or_file(text: str | None) -> int | str | None:
+    """A draft vocabulary as given: a number of tokens if it is one, else a file's name."""
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return text
 
 
 def takes(kind: type[Options] | type[BenchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:

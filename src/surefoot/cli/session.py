@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from surefoot.cli.options import Options
+from surefoot.cli.options import Options, number_or_file
 from surefoot.cli.progress import LateBar
 from surefoot.cli.prompt import read_prompt
 from surefoot.engine.engine import Engine
@@ -45,6 +45,7 @@ class Session:
                 draft_length=options.draft_length,
                 max_len=options.max_len,
                 draft_model=options.draft_model,
+                draft_vocab=number_or_file(options.draft_vocab),
                 progress=bar,
             )
         for note in engine.notes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from surefoot.errors import InputError
 from surefoot.kernels.rows import padded_rows
-from surefoot.model import MTPHead
+from surefoot.model import DraftHead, MTPHead
 from surefoot.model.spans import Layout, into_passes
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
@@ -24,16 +24,20 @@ BULK_ROWS = 16  # observed rows above which the lane is filled by a prefill pass
 
 
 class MTPDrafter:
-    """Drafts greedily at temperature 0 and by the request's acceptance rule above it. A chain ends after a stop id,
-    and, if `min_confidence` is above 0, where the head's most likely token is less likely than that."""
+    """Drafts greedily at temperature 0 and by the request's acceptance rule above it, among the tokens of `draft_head`
+    if there is one. A chain ends after a stop id, and, if `min_confidence` is above 0, where the head's most likely
+    token is less likely than that."""
 
     name = "mtp"
 
-    def __init__(self, head: MTPHead, slots: int, min_confidence: float = 0.0) -> None:
+    def __init__(
+        self, head: MTPHead, slots: int, min_confidence: float = 0.0, draft_head: DraftHead | None = None
+    ) -> None:
         if not 0.0 <= min_confidence < 1.0:
             raise InputError(f"min_confidence: expected at least 0 and below 1, found {min_confidence}")
         self._head = head
         self._lane = head.build_lane(slots)
+        self._logits = head.decoder.logits if draft_head is None else draft_head.logits
         self._min_confidence = min_confidence
         # Per slot: the first position whose final row is not in the lane yet, and the target's hidden states from it.
         self._pending: list[tuple[int, Tensor] | None] = [None] * slots
@@ -84,7 +88,7 @@ class MTPDrafter:
         last = [span.row + span.count - 1 for span in layout.spans]
         padding = padded_rows(len(last), device, least) - len(last)
         out = out[last + last[:1] * padding]
-        logits = decoder.logits(out)
+        logits = self._logits(out)
         return [c for c, row, h in zip(chains, logits, out, strict=False) if c.accepts(row, h, self._min_confidence)]
 
 

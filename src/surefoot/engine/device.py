@@ -9,6 +9,7 @@ that ran for it in vain changes nothing that anyone reads.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -27,6 +28,7 @@ from surefoot.errors import NumericalError
 from surefoot.kernels.fused import ngram
 from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
+from surefoot.model import DraftHead
 from surefoot.model.fused import FusedModel
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Verdict
@@ -53,8 +55,9 @@ class DeviceStep:
     """
 
     def __init__(self, model: FusedModel, requests: Requests, slots: Tensor, drafter: DeviceDrafterName,
-                 depth: int, sampled: bool) -> None:  # fmt: skip
+                 depth: int, sampled: bool, draft_head: DraftHead | None = None) -> None:  # fmt: skip
         self._model, self._requests, self._drafter, self._depth = model, requests, drafter, depth
+        self._draft_head = draft_head
         device, progress, batch = slots.device, model.progress, len(slots)
         vocab_size = model.decoder.config.vocab_size
 
@@ -69,7 +72,9 @@ class DeviceStep:
         self._unread = numbers(batch)
         self._accepted, self._following = numbers(batch), numbers(batch)
         self.report = numbers(batch, depth + RECORD)
-        self._workspace = Workspace.empty(batch * window, vocab_size, device)
+        self._workspace = self._draft_workspace = Workspace.empty(batch * window, vocab_size, device)
+        if draft_head is not None:
+            self._draft_workspace = Workspace.empty(batch, len(draft_head.ids), device)
         self._lookup = ngram.workspace(batch, progress.tokens.shape[1], device)
         self._copied, self._count, self._match = numbers(batch, depth), numbers(batch), numbers(batch)
         self._certain = torch.full_like(self._count, int(drafter == "ngram" or depth == 0))
@@ -78,7 +83,8 @@ class DeviceStep:
             logits = model.scratch.take("logits", batch * window, vocab_size)
             drawn = workspace = None
             if "mtp" in drafter and depth:
-                self._draft_logits = drawn = torch.zeros(batch, depth, vocab_size, device=device)
+                # Behind a draft head, what it has no row for stays impossible.
+                self._draft_logits = drawn = torch.full((batch, depth, vocab_size), -math.inf, device=device)
                 drawn, workspace = drawn.view(-1, vocab_size), Workspace.empty(batch * depth, vocab_size, device)
             self._rejection = Rejection.of(logits, self._workspace, self._certain, drawn, workspace)
         self.launch: Callable[[], None] = self.run
@@ -117,20 +123,23 @@ class DeviceStep:
         model, text = self._model, self._text
         torch.add(text.length, self._offsets, out=self._starts)
         torch.sub(text.length, model.progress.fresh, out=self._starts[0])
+        head, ids = self._draft_head, None if self._draft_head is None else self._draft_head.ids
         for j in range(self._depth):
             start = self._starts[j]
-            logits = model.draft_next(text, start) if j else model.draft_first(text, start, self._depth + 1)
+            logits = model.draft_next(text, start, head) if j else model.draft_first(text, start, self._depth + 1, head)
             if self._draft_logits is not None:
-                self._draft_logits[:, j].copy_(logits)
-            draw_draft(logits, self._requests, text.slots, text.length, self._workspace, text.drafts[:, j],
-                       self._unread, window=1, offset=j)  # fmt: skip
+                rows = self._draft_logits[:, j]
+                rows.copy_(logits) if ids is None else rows.index_copy_(1, ids, logits)
+            draw_draft(logits, self._requests, text.slots, text.length, self._draft_workspace, text.drafts[:, j],
+                       self._unread, window=1, offset=j, ids=ids)  # fmt: skip
 
 
 class DeviceTarget:
     """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs."""
 
-    def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int) -> None:
-        self.model, self.decoder = model, model.decoder
+    def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int,
+                 draft_head: DraftHead | None = None) -> None:  # fmt: skip
+        self.model, self.decoder, self._draft_head = model, model.decoder, draft_head
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
         self.drafter: Drafter = StepDrafter(drafter)
         self._name = drafter
@@ -222,7 +231,8 @@ class DeviceTarget:
     def _step(self, size: int, sampled: bool) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
         if (size, sampled) not in self._steps:
-            step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled)
+            step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled,
+                              self._draft_head)  # fmt: skip
             if self._slots.is_cuda:
                 # While it is recorded, no slot is in use; what the step writes all the same is put back.
                 progress = self.model.progress

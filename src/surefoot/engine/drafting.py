@@ -1,8 +1,9 @@
-"""Which drafter a name stands for."""
+"""Which drafter a name stands for, and which tokens it may draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -12,14 +13,19 @@ from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
+from surefoot.drafters.vocabulary import check_vocabulary, ranked
 from surefoot.errors import CheckpointError, InputError, shown
 from surefoot.kernels.rows import rows_of_a_pass
-from surefoot.model import MTPHead
+from surefoot.loading.files import is_there, read_list
+from surefoot.model import DraftHead, MTPHead
+from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
 DrafterName = Literal["none", "ngram", "mtp", "mtp+ngram", "draft-model", "auto"]
 NAMES = get_args(DrafterName)
 NEED_HEAD = ("mtp", "mtp+ngram")
+COUNTED = "draft_vocab.json"  # of a checkpoint: token ids, the most frequent first
+DraftVocab = int | str | Path | Seq[int]
 DRAFTER_PARTS = ("name", "propose", "observe", "release")
 
 
@@ -45,7 +51,48 @@ def check_draft_length(drafter: str, draft_length: int, device: torch.device) ->
         raise InputError(f"draft_length: expected an integer from {low} to {high}{plain}, found {shown(draft_length)}")
 
 
-def build_drafter(name: str, head: MTPHead | None, slots: int) -> Drafter:
+def check_takes_vocabulary(drafter: str | Drafter) -> None:
+    """Raise InputError for a drafter that a draft vocabulary does not concern."""
+    if not isinstance(drafter, str) or drafter not in (*NEED_HEAD, "auto"):
+        raise InputError(f"draft_vocab: expected with an MTP head's drafter ({', '.join(NEED_HEAD)}), "
+                         f"found drafter={shown(drafter)}")  # fmt: skip
+
+
+def draft_vocabulary(
+    wanted: DraftVocab, vocab_size: int, eos_token_ids: Seq[int], folder: Path | None
+) -> tuple[tuple[int, ...], list[str]]:
+    """The ids that drafts are chosen among, ascending, and what the user should know of them.
+
+    `wanted`: that many tokens, the most frequent ones by the list in the checkpoint's `folder` or, without one, the
+    lowest ids; or a file with a JSON list of ids; or the ids. The end ids are added. Raises InputError, or
+    CheckpointError for a list in the folder that is none.
+    """
+    notes: list[str] = []
+    if isinstance(wanted, (str, Path)):
+        try:
+            ids = check_vocabulary(f"draft_vocab: {wanted}: ids", read_list(Path(wanted)), vocab_size)
+        except CheckpointError as error:
+            raise InputError(f"draft_vocab: {error}") from error
+    elif isinstance(wanted, int):
+        require_int("draft_vocab", wanted, low=1, high=vocab_size)
+        file = None if folder is None else folder / COUNTED
+        if file is not None and is_there(file):
+            try:
+                counted = check_vocabulary(f"{file}: ids", read_list(file), vocab_size)
+            except InputError as error:
+                raise CheckpointError(str(error)) from error
+            notes.append(f"draft vocabulary: the first {wanted} of {COUNTED}")
+        else:
+            counted = []
+            notes.append(f"draft vocabulary: ids 0 to {wanted - 1}, as the model has no {COUNTED}; "
+                         "ids of a BPE tokenizer come roughly by frequency")  # fmt: skip
+        ids = ranked(counted, vocab_size)[:wanted]
+    else:
+        ids = check_vocabulary("draft_vocab", wanted, vocab_size)
+    return tuple(sorted({*ids, *(token for token in eos_token_ids if token < vocab_size)})), notes
+
+
+def build_drafter(name: str, head: MTPHead | None, slots: int, draft_head: DraftHead | None = None) -> Drafter:
     """The drafter that `name` stands for; "auto" is MTP where there is a head and n-gram lookup elsewhere."""
     if name == "auto":
         name = "ngram" if head is None else "mtp"
@@ -56,5 +103,5 @@ def build_drafter(name: str, head: MTPHead | None, slots: int) -> Drafter:
     if name == "ngram":
         return NgramDrafter()
     assert head is not None
-    mtp = MTPDrafter(head, slots)
+    mtp = MTPDrafter(head, slots, draft_head=draft_head)
     return mtp if name == "mtp" else CombinedDrafter(NgramDrafter(), mtp)

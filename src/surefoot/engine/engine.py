@@ -12,7 +12,15 @@ from torch import Tensor
 
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.drafters.none import NoDrafter
-from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length, check_drafter, has_all
+from surefoot.engine.drafting import (
+    NAMES,
+    NEED_HEAD,
+    DraftVocab,
+    check_draft_length,
+    check_drafter,
+    check_takes_vocabulary,
+    has_all,
+)
 from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.loop import StepRecord
@@ -80,14 +88,16 @@ class Engine:
         slots: int = 1,
         max_len: int = 4096,
         draft_model: str | Path | None = None,
+        draft_vocab: DraftVocab | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Load a bundled model ("surefoot-demo"), a Hugging Face folder, or a hub id.
 
         `drafter`: "none", "ngram", "mtp", "mtp+ngram", "draft-model" (needs `draft_model`, any second checkpoint of
         this family with the same vocabulary), "auto", or a Drafter of your own. `slots` prompts decode together;
-        `max_len` bounds prompt and output of each, as do the positions that the model has. `progress(done, total)`
-        follows the loading.
+        `max_len` bounds prompt and output of each, as do the positions that the model has. `draft_vocab` has the MTP
+        head draft among some tokens alone (and the end ids): so many of the most frequent ones, a file with a JSON list
+        of ids, or ids; `notes` say where the most frequent ones come from. `progress(done, total)` follows the loading.
 
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
         """
@@ -100,6 +110,8 @@ class Engine:
         if (drafter == "draft-model") != (draft_model is not None):
             raise InputError("draft_model: expected exactly with drafter='draft-model', found "
                              f"drafter={drafter!r}, draft_model={shown(draft_model)}")  # fmt: skip
+        if draft_vocab is not None:
+            check_takes_vocabulary(drafter)
         policy: MtpPolicy = "require" if drafter in NEED_HEAD else "if-present" if drafter == "auto" else "skip"
 
         def load(name: str | Path, mtp: MtpPolicy) -> LoadedModel:
@@ -112,11 +124,17 @@ class Engine:
             if draft_model is not None:
                 target = loaded.target(slots)
                 drafter = DraftModelDrafter(load(draft_model, "skip").target(slots), target.vocab_size)
-            return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots)
+            return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots, draft_vocab=draft_vocab)
 
     @classmethod
     def over(
-        cls, model: LoadedModel, *, drafter: str | Drafter = "mtp", draft_length: int = 3, slots: int = 1
+        cls,
+        model: LoadedModel,
+        *,
+        drafter: str | Drafter = "mtp",
+        draft_length: int = 3,
+        slots: int = 1,
+        draft_vocab: DraftVocab | None = None,
     ) -> Engine:
         """An engine over a model that is loaded, whose weights and caches it shares with other engines over it: they
         take turns, none may start while another's stream is open. Raises as `from_pretrained` does."""
@@ -126,12 +144,19 @@ class Engine:
         notes = list(model.notes)
         if drafter == "auto" and model.head is None:
             notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
+        if draft_vocab is not None:
+            check_takes_vocabulary(drafter)
+        draft_head, said = model.draft_head(draft_vocab)
+        notes += said
         target: Target | RunsItself | None = None
-        if isinstance(drafter, str) and (target := model.device_target(drafter, draft_length, slots)) is not None:
+        if (
+            isinstance(drafter, str)
+            and (target := model.device_target(drafter, draft_length, slots, draft_head)) is not None
+        ):
             chosen: Drafter = target.drafter
         else:
             target = model.target(slots)
-            chosen = model.drafter(drafter, slots) if isinstance(drafter, str) else drafter
+            chosen = model.drafter(drafter, slots, draft_head) if isinstance(drafter, str) else drafter
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
                    eos_token_ids=model.eos_token_ids, notes=notes)  # fmt: skip
 

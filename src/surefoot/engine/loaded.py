@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from surefoot.config import ModelConfig
-from surefoot.engine.drafting import NEED_HEAD, build_drafter
+from surefoot.engine.drafting import NEED_HEAD, DraftVocab, build_drafter, draft_vocabulary
 from surefoot.engine.target import DecoderTarget
+from surefoot.errors import InputError
 from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.checkpoint import MtpPolicy, Progress, find_model, load_checkpoint
 from surefoot.loading.tokenizer import Tokenizer
-from surefoot.model import Decoder, MTPHead
+from surefoot.model import Decoder, DraftHead, MTPHead
 from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
@@ -29,8 +30,8 @@ FUSED_WINDOW = 16  # tokens of the longest window on a GPU: drafters of every de
 
 
 class LoadedModel:
-    """Decoder and MTP head (None without one) with the checkpoint's tokenizer. Engines over one model take turns: they
-    use the same slots."""
+    """Decoder and MTP head (None without one) with the checkpoint's tokenizer, and its folder if it has one. Engines
+    over one model take turns: they use the same slots."""
 
     def __init__(
         self,
@@ -40,16 +41,19 @@ class LoadedModel:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
+        folder: Path | None = None,
     ) -> None:
         self.decoder = decoder
         self.head = head
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
+        self._folder = folder
         self._targets: dict[int, DecoderTarget] = {}
         self._fused: dict[int, FusedModel] = {}
-        self._device_targets: dict[tuple[str, int, int], DeviceTarget] = {}
-        self._drafters: dict[tuple[str, int], Drafter] = {}
+        self._draft_heads: dict[tuple[int, ...], DraftHead] = {}
+        self._device_targets: dict[tuple[str, int, int, DraftHead | None], DeviceTarget] = {}
+        self._drafters: dict[tuple[str, int, DraftHead | None], Drafter] = {}
 
     @property
     def config(self) -> ModelConfig:
@@ -72,7 +76,7 @@ class LoadedModel:
         found = load_checkpoint(find_model(model), mtp=mtp, dtype=dtype, device=device, progress=progress)
         usable = found.config.mtp_layers == 1 or mtp != "if-present"
         return cls.from_tensors(found.config, found.tensors, max_len, with_head=usable, tokenizer=found.tokenizer,
-                                eos_token_ids=found.eos_token_ids, notes=found.notes)  # fmt: skip
+                                eos_token_ids=found.eos_token_ids, notes=found.notes, folder=found.path)  # fmt: skip
 
     @classmethod
     def from_tensors(
@@ -86,6 +90,7 @@ class LoadedModel:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
+        folder: Path | None = None,
     ) -> LoadedModel:
         """From tensors of the canonical names (`model.tensors`), which are emptied; their device and dtype are the
         model's. `narrow` keeps the linear layers' weights in 8 bits (`kernels.quantise`), on a GPU."""
@@ -95,7 +100,20 @@ class LoadedModel:
             linear = LinearFactory(pack=not on_gpu, quantise=narrow)  # fused kernels read weights as they are
             decoder = Decoder(config, tensors, min(max_len, config.max_positions), linear)
             head = MTPHead(decoder, tensors) if config.mtp_layers and with_head else None
-        return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes)
+        return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes, folder=folder)
+
+    def draft_head(self, wanted: DraftVocab | None) -> tuple[DraftHead | None, list[str]]:
+        """The LM head's rows of a draft vocabulary (`engine.drafting`), and what the user should know of it; asked
+        again, the same one. Raises InputError, also for a model without an MTP head."""
+        if wanted is None:
+            return None, []
+        if self.head is None:
+            raise InputError("draft_vocab: expected a model with an MTP head, found none")
+        ids, notes = draft_vocabulary(wanted, self.config.vocab_size, self.eos_token_ids, self._folder)
+        if ids not in self._draft_heads:
+            with torch.inference_mode():
+                self._draft_heads[ids] = DraftHead(self.decoder, ids)
+        return self._draft_heads[ids], notes
 
     def target(self, slots: int) -> DecoderTarget:
         """The target with so many slots; asked again, the same one."""
@@ -104,7 +122,9 @@ class LoadedModel:
                 self._targets[slots] = DecoderTarget(self.decoder, slots)
         return self._targets[slots]
 
-    def device_target(self, drafter: str, draft_length: int, slots: int) -> DeviceTarget | None:
+    def device_target(
+        self, drafter: str, draft_length: int, slots: int, draft_head: DraftHead | None = None
+    ) -> DeviceTarget | None:
         """The target whose step, this drafter included, runs on the GPU alone; None where that cannot be: on a CPU, for
         shapes that the kernels do not take, for other drafters. Asked again, the same one."""
         if not self.fits_kernels():
@@ -116,10 +136,10 @@ class LoadedModel:
         if drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
             return None
         depth = 0 if drafter == "none" else draft_length
-        key = (drafter, depth, slots)
+        key = (drafter, depth, slots, draft_head)
         if key not in self._device_targets:
             with torch.inference_mode():
-                target = DeviceTarget(self.fused(slots), cast("DeviceDrafterName", drafter), depth)
+                target = DeviceTarget(self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head)
                 target.warm_up()
                 self._device_targets[key] = target
         return self._device_targets[key]
@@ -142,9 +162,10 @@ class LoadedModel:
 
         return fits(self.config)
 
-    def drafter(self, name: str, slots: int) -> Drafter:
+    def drafter(self, name: str, slots: int, draft_head: DraftHead | None = None) -> Drafter:
         """The drafter of this name for so many slots; asked again, the same one."""
-        if (name, slots) not in self._drafters:
+        key = (name, slots, draft_head)
+        if key not in self._drafters:
             with torch.inference_mode():
-                self._drafters[name, slots] = build_drafter(name, self.head, slots)
-        return self._drafters[name, slots]
+                self._drafters[key] = build_drafter(name, self.head, slots, draft_head)
+        return self._drafters[key]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.kernels.quantise import Weight, dense_of, merge, quantise
+from surefoot.kernels.quantise import Weight, dense_of, merge, quantise, take_rows
 from surefoot.kernels.rows import CUDA_ROWS, MIN_ROWS
 
 SINGLE = 1  # exact by construction
@@ -36,6 +36,9 @@ class Linear(Protocol):
 
     def bulk(self, x: Tensor) -> Tensor:
         """The same product for many rows, without the promise."""
+
+    def rows(self, outputs: Tensor) -> Weight:
+        """The weight's rows of the outputs int64 [M], for a layer of these alone."""
 
 
 class PackedLinear:
@@ -53,6 +56,11 @@ class PackedLinear:
         return out.float() if half else out
 
     bulk = __call__
+
+    def rows(self, outputs: Tensor) -> Tensor:
+        """Read back from the packed weight."""
+        weight: Tensor = self._packed.to_dense()
+        return weight[outputs]
 
 
 class BlockLinear:
@@ -75,6 +83,10 @@ class BlockLinear:
     def bulk(self, x: Tensor) -> Tensor:
         """One library product."""
         return F.linear(x.to(self.weight.dtype), dense_of(self.weight)).float()
+
+    def rows(self, outputs: Tensor) -> Weight:
+        """Gathered."""
+        return take_rows(self.weight, outputs)
 
 
 def weight_of(layer: Linear) -> Weight:

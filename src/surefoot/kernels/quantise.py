@@ -83,6 +83,14 @@ def quantise(weight: Tensor) -> Quantised:
     return Quantised(out.view(weight.shape), scale.view(*weight.shape[:-1], 1), weight.dtype)
 
 
+def take_rows(weight: Weight, rows: Tensor) -> Weight:
+    """The rows int64 [M] of a weight [N, K], in memory of their own: [M, K]."""
+    if isinstance(weight, Tensor):
+        return weight[rows]
+    numbers = weight.weight.view(torch.uint8)[rows].view(FLOAT8)  # not every device gathers FLOAT8
+    return Quantised(numbers, weight.scale[rows], weight.dtype)
+
+
 def from_blocks(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised:
     """A published weight: FLOAT8 [N, K] and `weight_scale_inv` [ceil(N / GROUP), ceil(K / GROUP)], which multiplies the
     weight's squares despite its name."""

@@ -62,14 +62,17 @@ def find_model(name: str | Path) -> Path:
 
 def read_json(file: Path) -> dict[str, object]:
     """The JSON object in `file`. Raises CheckpointError if it is missing, unreadable or not an object."""
-    try:
-        value = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: expected a JSON file, found nothing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: expected a JSON file, found {error}") from error
+    value = _parse(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def read_list(file: Path) -> list[object]:
+    """The JSON list in `file`. Raises CheckpointError if it is missing, unreadable or not a list."""
+    value = _parse(file)
+    if not isinstance(value, list):
+        raise CheckpointError(f"{file}: expected a JSON list, found {type(value).__name__}")
     return value
 
 
@@ -135,6 +138,15 @@ def open_safetensors(file: Path) -> Iterator[Any]:
         raise CheckpointError(f"{file}: expected a sound safetensors file, found: {error}") from error
     with opened as reader:
         yield reader
+
+
+def _parse(file: Path) -> object:
+    try:
+        return json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: expected a JSON file, found nothing") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: expected a JSON file, found {error}") from error
 
 
 def _download(hub_id: str) -> Path:

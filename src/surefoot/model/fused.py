@@ -26,6 +26,7 @@ from surefoot.model.attention import Attention
 from surefoot.model.block import Block
 from surefoot.model.decoder import Decoder, build_kv
 from surefoot.model.deltanet import DeltaNet
+from surefoot.model.draft_head import DraftHead
 from surefoot.model.ffn import FeedForward, MoE, SwiGLU
 from surefoot.model.mtp import MTPHead
 
@@ -243,19 +244,20 @@ class FusedModel:
         narrow = self.scratch.take("narrow", rows, x.shape[1])
         norm = self.decoder.norm
         final_norm(x, norm.scale, self.progress.hidden, narrow, window=window, eps=norm.eps)
-        return self._logits(narrow)
+        return self._logits(narrow, self._lm_head)
 
-    def draft_first(self, text: Text, start: Tensor, window: int) -> Tensor:
+    def draft_first(self, text: Text, start: Tensor, window: int, draft_head: DraftHead | None = None) -> Tensor:
         """Take the target's last hidden states into the head's lane, from position start[slot]; the logits of the first
-        draft token [B, V]."""
-        return self._draft(text, start, self.progress.hidden, window, (text.slots, self.progress.fresh))
+        draft token [B, V], or those of the draft head's tokens [B, N]."""
+        return self._draft(text, start, self.progress.hidden, window, (text.slots, self.progress.fresh), draft_head)
 
-    def draft_next(self, text: Text, start: Tensor) -> Tensor:
-        """One more row of the head, from its own last hidden state; the logits of the next draft token [B, V]."""
-        return self._draft(text, start, self._chained, 1, None)
+    def draft_next(self, text: Text, start: Tensor, draft_head: DraftHead | None = None) -> Tensor:
+        """One more row of the head, from its own last hidden state; the logits of the next draft token [B, V], or
+        [B, N]."""
+        return self._draft(text, start, self._chained, 1, None, draft_head)
 
-    def _draft(self, text: Text, start: Tensor, hidden: Tensor, window: int,
-               last: tuple[Tensor, Tensor] | None) -> Tensor:  # fmt: skip
+    def _draft(self, text: Text, start: Tensor, hidden: Tensor, window: int, last: tuple[Tensor, Tensor] | None,
+               draft_head: DraftHead | None) -> Tensor:  # fmt: skip
         assert self.head is not None
         head, batch = self.head, text.slots.shape[0]
         rows, width = batch * window, self.decoder.config.hidden_size
@@ -269,11 +271,11 @@ class FusedModel:
         self._head_block(x, feed, text.slots, start, window)
         narrow = self.scratch.take("narrow", batch, width)
         final_norm(x, head.norm.scale, self._chained, narrow, window=window, eps=head.norm.eps, last=last)
-        return self._logits(narrow)
+        return self._logits(narrow, self._lm_head if draft_head is None else weight_of(draft_head.linear))
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self.scratch.take("logits", hidden.shape[0], self.decoder.config.vocab_size)
-        linear(hidden, self._lm_head, logits, self.scratch.sums)
+    def _logits(self, hidden: Tensor, weight: Weight) -> Tensor:
+        logits = self.scratch.take("logits", hidden.shape[0], weight.shape[0])
+        linear(hidden, weight, logits, self.scratch.sums)
         return logits
 
 

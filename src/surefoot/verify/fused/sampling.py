@@ -12,6 +12,7 @@ reaches the border's lower bound are read: of top_k = 20 about 20 groups of 64 t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -118,37 +119,44 @@ def choose(
 
 def draw_draft_reference(
     logits: Tensor, requests: Requests, slots: Tensor, position: Tensor, workspace: Workspace, out: Tensor,
-    bad: Tensor, *, window: int = 1, offset: int = 0,
+    bad: Tensor, *, window: int = 1, offset: int = 0, ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """`draw_draft` by `surefoot.verify.draft_token`, row after row."""
+    if ids is not None:
+        whole = logits.new_full((len(logits), int(ids[-1]) + 1), -math.inf)
+        logits = whole.index_copy_(1, ids, logits)
     for row, slot, place in _rows(slots, position, window, offset, len(logits)):
         out[row], bad[row] = -1, 0
         if slot >= 0:
             start = int(position[slot]) + 1
             bad[row] = int(not bool(logits[row].amax().isfinite()))
-            out[row] = 0 if bad[row] else draft_token(logits[row], requests.params[slot], place, start)[0]
+            first = 0 if ids is None else int(ids[0])
+            out[row] = first if bad[row] else draft_token(logits[row], requests.params[slot], place, start)[0]
 
 
 def draw_draft(
     logits: Tensor, requests: Requests, slots: Tensor, position: Tensor, workspace: Workspace, out: Tensor,
-    bad: Tensor, *, window: int = 1, offset: int = 0,
+    bad: Tensor, *, window: int = 1, offset: int = 0, ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """A drafter's token of every row: `choose`, but under the p/q rule a draw from the row's own distribution.
 
     Arguments as in `choose`. Source: `surefoot.verify.draft_token`; the draw is keyed by (DRAFT, the token's index,
     the draft's first index `position[slot] + 1`). Hand the same logits to `accept`.
+
+    With `ids` int64 [N], ascending, the logits [R, N] are those of these tokens and all others are impossible; noise
+    and `out` are the tokens', and `accept` wants the logits in their places among V, the others at -inf.
     """
-    measure(logits, requests, slots, position, workspace, window=window, offset=offset)
-    _conclude(logits, requests, slots, position, workspace, out, bad, window, offset, draw=True)
+    measure(logits, requests, slots, position, workspace, window=window, offset=offset, ids=ids)
+    _conclude(logits, requests, slots, position, workspace, out, bad, window, offset, draw=True, ids=ids)
 
 
 def measure(
     logits: Tensor, requests: Requests, slots: Tensor, position: Tensor, workspace: Workspace, *, window: int,
-    offset: int = 0, only_rejection: bool = False,
+    offset: int = 0, only_rejection: bool = False, ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill the workspace: largest logits, borders, and either best sums with noise or masses (p/q rule).
 
-    `only_rejection` leaves out the rows that need no probabilities.
+    `only_rejection` leaves out the rows that need no probabilities; `ids` as in `draw_draft`.
     """
     rows, vocab_size = logits.shape
     blocks = triton.cdiv(vocab_size, block_of(vocab_size))
@@ -157,6 +165,7 @@ def measure(
     assert rows == len(slots) * window
     assert rows <= len(workspace.largest)
     assert blocks == workspace.largest.shape[1]
+    assert ids is None or ids.shape == (vocab_size,)
     options = launch_options(logits.device)
     groups = workspace.peaks.shape[1]
     _largest_kernel[(blocks, rows)](
@@ -173,9 +182,10 @@ def measure(
     )  # fmt: skip
     _best_kernel[(blocks, rows)](
         logits, logits.stride(0), slots, position, requests.temperature, requests.floor, requests.seed,
-        requests.rejection, workspace.largest, workspace.border, workspace.best, workspace.mass, vocab_size, blocks,
-        window, offset, BLOCKS=triton.next_power_of_2(blocks), BLOCK=block_of(vocab_size),
-        ONLY_REJECTION=only_rejection, INTERPRETED=INTERPRET, num_warps=8, **options,
+        requests.rejection, workspace.largest, workspace.border, workspace.best, workspace.mass,
+        slots if ids is None else ids, vocab_size, blocks, window, offset, BLOCKS=triton.next_power_of_2(blocks),
+        BLOCK=block_of(vocab_size), IDS=ids is not None, ONLY_REJECTION=only_rejection, INTERPRETED=INTERPRET,
+        num_warps=8, **options,
     )  # fmt: skip
 
 
@@ -186,7 +196,7 @@ def processed_reference(logits: Tensor, requests: Requests, slot: int) -> Tensor
 
 def _conclude(
     logits: Tensor, requests: Requests, slots: Tensor, position: Tensor, workspace: Workspace, out: Tensor,
-    bad: Tensor, window: int, offset: int, draw: bool,
+    bad: Tensor, window: int, offset: int, draw: bool, ids: Tensor | None = None,
 ) -> None:  # fmt: skip
     rows, vocab_size = logits.shape
     blocks = workspace.largest.shape[1]
@@ -194,8 +204,9 @@ def _conclude(
     _conclude_kernel[(rows,)](
         logits, logits.stride(0), slots, position, requests.temperature, requests.floor, requests.seed,
         requests.rejection, workspace.largest, workspace.border, workspace.best, workspace.mass, out, out.stride(0),
-        bad, vocab_size, blocks, window, offset, BLOCKS=triton.next_power_of_2(blocks), BLOCK=block_of(vocab_size),
-        DRAW=draw, num_warps=8, **launch_options(logits.device),
+        bad, slots if ids is None else ids, vocab_size, blocks, window, offset,
+        BLOCKS=triton.next_power_of_2(blocks), BLOCK=block_of(vocab_size), DRAW=draw, IDS=ids is not None,
+        num_warps=8, **launch_options(logits.device),
     )  # fmt: skip
 
 
@@ -214,7 +225,21 @@ def _gumbel(seed, position, first, BLOCK: tl.constexpr, INTERPRETED: tl.constexp
     counter = first // 4 + tl.arange(0, BLOCK // 4)
     zero = tl.zeros_like(counter)
     w0, w1, w2, w3 = tl.philox(seed, counter, zero + position, zero + _COUPLING, zero)
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return _noise_of(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)), INTERPRETED)
+
+
+@triton.jit
+def _gumbel_at(seed, position, token, INTERPRETED: tl.constexpr):
+    """The same of any tokens."""
+    zero = tl.zeros_like(token)
+    w0, w1, w2, w3 = tl.philox(seed, token // 4, zero + position, zero + _COUPLING, zero)
+    place = token % 4
+    return _noise_of(tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3)), INTERPRETED)
+
+
+@triton.jit
+def _noise_of(word, INTERPRETED: tl.constexpr):
+    """Gumbel noise from 32 random bits."""
     x = word.to(tl.float32) * (-1.0 / 4294967296.0) - 1.0 / 8589934592.0
     x = tl.maximum(x, 1.0 / 16777216.0 - 1.0)
     if INTERPRETED:  # it has no log1p; the quotient undoes what rounding 1 + x has changed
@@ -256,8 +281,9 @@ def _largest_kernel(
 @triton.jit
 def _best_kernel(
     logits_ptr, logits_stride, slots_ptr, position_ptr, temperature_ptr, floor_ptr, seed_ptr, rejection_ptr,
-    largest_ptr, border_ptr, best_ptr, mass_ptr, vocab_size, blocks, window, offset, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr, ONLY_REJECTION: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+    largest_ptr, border_ptr, best_ptr, mass_ptr, ids_ptr, vocab_size, blocks, window, offset, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, IDS: tl.constexpr, ONLY_REJECTION: tl.constexpr, INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -285,15 +311,19 @@ def _best_kernel(
         border, last = tl.load(border_ptr + row * 2), tl.load(border_ptr + row * 2 + 1)
         processed = processed_of(x, token, largest, temperature, border, last, floor)
         place = tl.load(position_ptr + slot) + 1 + offset + row % window
-        noise = _gumbel(tl.load(seed_ptr + slot), place, block * BLOCK, BLOCK, INTERPRETED)
+        if IDS:
+            ids = tl.load(ids_ptr + token, mask=token < vocab_size, other=0).to(tl.int32)
+            noise = _gumbel_at(tl.load(seed_ptr + slot), place, ids, INTERPRETED)
+        else:
+            noise = _gumbel(tl.load(seed_ptr + slot), place, block * BLOCK, BLOCK, INTERPRETED)
         tl.store(best_ptr + row * blocks + block, packed(key_of(processed + noise), token))
 
 
 @triton.jit
 def _conclude_kernel(
     logits_ptr, logits_stride, slots_ptr, position_ptr, temperature_ptr, floor_ptr, seed_ptr, rejection_ptr,
-    largest_ptr, border_ptr, best_ptr, mass_ptr, out_ptr, out_stride, bad_ptr, vocab_size, blocks, window, offset,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr, DEPENDENT: tl.constexpr,
+    largest_ptr, border_ptr, best_ptr, mass_ptr, out_ptr, out_stride, bad_ptr, ids_ptr, vocab_size, blocks, window,
+    offset, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr, IDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
@@ -329,4 +359,6 @@ def _conclude_kernel(
                 token = tl.full((), -1, tl.int32)
     if infinite:
         token = tl.full((), 0, tl.int32)
+    if IDS:
+        token = tl.load(ids_ptr + token).to(tl.int32)
     tl.store(out_ptr + row * out_stride, token)
