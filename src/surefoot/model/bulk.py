@@ -15,6 +15,7 @@ from surefoot.cache import KVCache
 from surefoot.kernels.attention import attend_chunk
 from surefoot.kernels.fused.bulk import add_norm, conv_heads, gated_norm, place_heads, swiglu
 from surefoot.kernels.fused.chunk import ChunkWorkspace, DeltaGates, delta_chunk
+from surefoot.kernels.fused.grouped import mix_experts
 from surefoot.kernels.linear import Linear, weights_of
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import dense_of
@@ -83,7 +84,10 @@ def _delta(layer: DeltaNet, x: Tensor, cache: PrefillState, slot: int) -> Tensor
 
 def _feed_forward(layer: FeedForward, x: Tensor) -> Tensor:
     if not isinstance(layer, SwiGLU):
-        return layer.prefill(x.float())
+        assert layer.packed is not None
+        out = torch.empty_like(x)
+        mix_experts(x, layer.packed.gate_up, layer.packed.down, *layer.choose(x), out)
+        return out
     gate_up = _product(layer.gate_up, x)
     act = gate_up.new_empty(x.shape[0], gate_up.shape[1] // 2)
     swiglu(gate_up, act)

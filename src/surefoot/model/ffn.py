@@ -57,6 +57,14 @@ class MoE:
         self._router: Linear = linear.whole(router)
         self._shared_gate: Linear = linear.whole(shared_gate)
 
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For many rows x [n, H]: the experts that each row reads in `packed` [n, k + 1], the shared one last, and what
+        their outputs count [n, k + 1] float32."""
+        chosen, weight = self._route(self._router.bulk(x))
+        shared = torch.full_like(chosen[:, :1], len(self._experts))
+        share = torch.cat([weight, self._shared_gate.bulk(x).sigmoid()], dim=1)
+        return torch.cat([chosen, shared], dim=1), share
+
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; each expert sees its rows as a block of its own."""
         chosen, weight = self._route(self._router(x))
