@@ -15,7 +15,7 @@ from surefoot.kernels.fused.linear import (
     linear,
     linear_reference,
 )
-from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised, Weight, from_blocks, quantise
+from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised, Weight, from_stored, quantise
 
 EPILOGUES: list[Epilogue] = ["store", "add", "swiglu"]
 TILINGS = [Tiling(16, 64), Tiling(32, 32), Tiling(16, 32, parts=3)]
@@ -91,11 +91,25 @@ def test_rows_do_not_depend_on_their_number(
         assert torch.equal(out, full[part])
 
 
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda t: f"{t.block_n}x{t.block_k}/{t.parts}")
+def test_columns_of_a_wider_output(device: torch.device, epilogue: Epilogue, tiling: Tiling) -> None:
+    x = random(5, 64, device=device)
+    weight = random(33 * (1 + (epilogue == "swiglu")), 64, device=device, seed=1)
+    wide = torch.full((5, 50), torch.nan, device=device)
+    part = wide[:, 10:43]
+    part.copy_(random(5, 33, device=device, seed=9))
+    linear(x, weight, part, Workspace.allocate(5, weight.shape[0], 4, device), epilogue=epilogue, tiling=tiling)
+    assert torch.equal(part, run(linear, x, weight, 33, epilogue=epilogue, tiling=tiling))
+    assert wide[:, :10].isnan().all()
+    assert wide[:, 43:].isnan().all()
+
+
 def in_squares(weight: Tensor, dtype: torch.dtype) -> Quantised:
     """As published checkpoints have it."""
     shape = -(-weight.shape[0] // GROUP), -(-weight.shape[1] // GROUP)
     scale = random(*shape, device=weight.device, seed=3).abs() + 0.1
-    return from_blocks(weight.to(FLOAT8), scale, dtype)
+    return from_stored(weight.to(FLOAT8), scale, dtype)
 
 
 @pytest.mark.parametrize("squares", [False, True], ids=["rows", "squares"])

@@ -52,6 +52,13 @@ QWEN_08B: dict[str, Any] = {
 }
 
 
+def compressed(**weights: Any) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors whose weights have 8 bits, but for what is given."""
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "block_structure": None}
+    groups = {"group_0": {"targets": ["Linear"], "weights": fp8 | weights, "input_activations": {"dynamic": True}}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
+
+
 def changed(**fields: Any) -> dict[str, Any]:
     """A valid text-only config with some fields set; a field given as None is taken out."""
     raw = hf_config_dict(tiny_config()) | fields
@@ -123,7 +130,19 @@ def test_end_ids_of_both_levels_once_each() -> None:
     [
         ({"model_type": "qwen3_next"}, "model_type.*qwen3_next"),
         ({"model_type": None}, "model_type.*nothing"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+        ({"quantization_config": 8}, "quantization_config: .*found 8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method: expected fp8 or compr.*'awq'"),
+        ({"quantization_config": {"quant_method": ["fp8"]}}, "quant_method: expected fp8 or compr"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt: expected nothing or e4m3.*'e5m2'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}}, r"block_size.*\[64, 128\]"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "config_groups: .*found nothing"),
+        ({"quantization_config": compressed(num_bits=4)}, "group_0.*num_bits: expected 8, found 4"),
+        ({"quantization_config": compressed(type="int")}, "type: expected float, found 'int'"),
+        ({"quantization_config": compressed(strategy="group")}, "strategy: expected channel or tensor or block"),
+        ({"quantization_config": compressed(symmetric=False)}, "symmetric"),
+        ({"quantization_config": compressed(strategy="block", block_structure=[4, 8])}, "block_structure"),
+        ({"quantization_config": compressed() | {"transform_config": {"R1": {}}}}, "transform_config"),
+        ({"quantization_config": compressed() | {"config_groups": {"g": {"weights": 8}}}}, "g'.weights: .*found 8"),
         ({"attn_output_gate": False}, "attn_output_gate.*False"),
         ({"attn_output_gate": 1}, "attn_output_gate"),
         ({"output_gate_type": "sigmoid"}, "output_gate_type.*sigmoid"),
@@ -160,6 +179,22 @@ def test_refusals_name_the_field(fields: dict[str, Any], named: str) -> None:
 def test_refused_at_the_top_level_too() -> None:
     with pytest.raises(CheckpointError, match="quantization_config"):
         parse_config({"text_config": changed(), "quantization_config": {"bits": 4}})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8"},
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+         "modules_to_not_convert": ["lm_head", "model.layers.0.linear_attn.in_proj_a"]},
+        compressed(),
+        compressed(strategy="tensor"),
+        compressed(strategy="block", block_structure=[128, 128]),
+        compressed() | {"config_groups": {"caches": {"weights": None}}, "kv_cache_scheme": {"num_bits": 8}},
+    ],
+)  # fmt: skip
+def test_weights_of_8_bits_are_taken(settings: dict[str, Any]) -> None:
+    assert parse_config(changed(quantization_config=settings)) == parse_config(changed())
 
 
 def test_more_experts_per_token_than_experts() -> None:

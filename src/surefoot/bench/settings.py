@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.engine.drafting import NEED_HEAD, check_draft_length
-from surefoot.engine.engine import parse_device, parse_dtype
+from surefoot.engine.engine import check_weights, parse_device, parse_dtype
 from surefoot.errors import InputError, shown
 from surefoot.loading.shapes import SHAPES
 from surefoot.sampling import require_int
@@ -16,7 +16,6 @@ from surefoot.sampling import require_int
 PLAIN = "plain"
 LABELS = {"none": PLAIN, "ngram": "n-gram", "mtp": "MTP", "mtp+ngram": "MTP + n-gram"}
 STEP_ROOM = 128  # positions behind the context that checking and timing single passes takes
-WEIGHTS = ("whole", "fp8")  # in `dtype`, or in 8 bits with scales
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,9 @@ class Settings:
         _one_of("against", self.against, ("transformers",))
         parse_dtype(self.dtype)
         device = parse_device(self.device)
-        if self.weights not in WEIGHTS:
-            raise InputError(f"weights: expected one of {', '.join(WEIGHTS)}, found {shown(self.weights)}")
-        if self.weights == "fp8" and (device.type == "cpu" or self.shape is None):
-            raise InputError("weights: expected fp8 with a shape on a GPU only, "
-                             f"found device {self.device}, shape {shown(self.shape)}")  # fmt: skip
+        check_weights(self.weights, device)
+        if self.weights == "fp8" and self.shape is None:
+            raise InputError(f"weights: expected fp8 with a shape only, found model {shown(self.model)}")
         for name in ("context", "batch", "prompts", "rounds"):
             require_int(name, getattr(self, name), low=1)
         require_int("tokens", self.tokens, low=2)  # against transformers one of them is taken off

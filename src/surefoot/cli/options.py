@@ -41,6 +41,9 @@ class Options:
     ] = "surefoot-demo"
     device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
     dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "float32"
+    weights: Annotated[
+        str, _option("--weights", help="whole (as the checkpoint has them), or fp8: in 8 bits, on a GPU.", panel=MODEL)
+    ] = "whole"
     max_len: Annotated[
         int, _option("--max-len", help="Room for prompt and output together, in tokens.", panel=MODEL)
     ] = 4096

@@ -41,6 +41,7 @@ class Session:
                 options.model,
                 device=options.device,
                 dtype=options.dtype,
+                weights=options.weights,
                 drafter=drafter,
                 draft_length=options.draft_length,
                 max_len=options.max_len,

@@ -22,7 +22,7 @@ from surefoot.engine.drafting import (
     has_all,
 )
 from surefoot.engine.generation import Generation
-from surefoot.engine.loaded import LoadedModel
+from surefoot.engine.loaded import LoadedModel, takes_eight_bits
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Progress, RunsItself, run
 from surefoot.engine.stats import Clock, Stats
@@ -35,6 +35,7 @@ from surefoot.sequence import Sequence
 from surefoot.types import Drafter, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHTS = ("whole", "fp8")  # as the checkpoint has them, or those of linear layers in 8 bits
 MAX_SIZE = 2**63 - 1  # of anything in a tensor
 TARGET_PARTS = ("vocab_size", "max_len", "slots", "prefill", "verify", "commit", "release")
 Prompt = str | Seq[int]
@@ -83,6 +84,7 @@ class Engine:
         *,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = "float32",
+        weights: str = "whole",
         drafter: str | Drafter = "mtp",
         draft_length: int = 3,
         slots: int = 1,
@@ -95,13 +97,16 @@ class Engine:
 
         `drafter`: "none", "ngram", "mtp", "mtp+ngram", "draft-model" (needs `draft_model`, any second checkpoint of
         this family with the same vocabulary), "auto", or a Drafter of your own. `slots` prompts decode together;
-        `max_len` bounds prompt and output of each, as do the positions that the model has. `draft_vocab` has the MTP
-        head draft among some tokens alone (and the end ids): so many of the most frequent ones, a file with a JSON list
-        of ids, or ids; `notes` say where the most frequent ones come from. `progress(done, total)` follows the loading.
+        `max_len` bounds prompt and output of each, as do the positions that the model has. `weights`: "whole" takes
+        them as the checkpoint has them, "fp8" cuts those of linear layers to 8 bits, on a GPU of compute capability 8.9
+        or above. `draft_vocab` has the MTP head draft among some tokens alone (and the end ids): so many of the most
+        frequent ones, a file with a JSON list of ids, or ids; `notes` say where the most frequent ones come from.
+        `progress(done, total)` follows the loading.
 
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
         """
         torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
+        check_weights(weights, torch_device)
         check_draft_length(check_drafter(drafter), draft_length, torch_device)
         for name, value in (("slots", slots), ("max_len", max_len)):
             require_int(name, value, low=1, high=MAX_SIZE)
@@ -116,8 +121,9 @@ class Engine:
 
         def load(name: str | Path, mtp: MtpPolicy) -> LoadedModel:
             return LoadedModel.from_checkpoint(
-                name, device=torch_device, dtype=torch_dtype, max_len=max_len, mtp=mtp, progress=progress
-            )
+                name, device=torch_device, dtype=torch_dtype, max_len=max_len, mtp=mtp, weights=weights,
+                progress=progress,
+            )  # fmt: skip
 
         with torch.inference_mode():
             loaded = load(model, policy)
@@ -274,6 +280,15 @@ def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     if not isinstance(name, str) or name not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {shown(name)}")
     return DTYPES[name]
+
+
+def check_weights(weights: object, device: torch.device) -> None:
+    """Raise InputError unless the device takes weights of this kind, one of `WEIGHTS`."""
+    if not isinstance(weights, str) or weights not in WEIGHTS:
+        raise InputError(f"weights: expected one of {', '.join(WEIGHTS)}, found {shown(weights)}")
+    if weights == "fp8" and not takes_eight_bits(device):
+        raise InputError("weights: expected fp8 only on a GPU of compute capability 8.9 or above, with Triton, "
+                         f"found device {device}")  # fmt: skip
 
 
 def parse_device(name: str | torch.device) -> torch.device:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
 
 from surefoot.config import ModelConfig
 from surefoot.engine.drafting import NEED_HEAD, DraftVocab, build_drafter, draft_vocabulary
@@ -18,6 +17,7 @@ from surefoot.kernels.linear import LinearFactory
 from surefoot.loading.checkpoint import MtpPolicy, Progress, find_model, load_checkpoint
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model import Decoder, DraftHead, MTPHead
+from surefoot.model.tensors import Weights, whole
 from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
@@ -27,6 +27,17 @@ if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
 
 
 FUSED_WINDOW = 16  # tokens of the longest window on a GPU: drafters of every depth share its caches
+
+
+def takes_eight_bits(device: torch.device) -> bool:
+    """Whether kernels read weights of 8 bits there."""
+    return runs_kernels(device, (8, 9))
+
+
+def runs_kernels(device: torch.device, least: tuple[int, int]) -> bool:
+    """Whether the device is a GPU of at least this compute capability, and Triton is there."""
+    cuda = device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
+    return cuda and find_spec("triton") is not None
 
 
 class LoadedModel:
@@ -69,20 +80,26 @@ class LoadedModel:
         dtype: torch.dtype,
         max_len: int,
         mtp: MtpPolicy,
+        weights: str = "whole",
         progress: Progress | None = None,
     ) -> LoadedModel:
-        """A bundled model, a Hugging Face folder or a hub id. Raises CheckpointError; "if-present" passes over a head
-        that cannot be used."""
-        found = load_checkpoint(find_model(model), mtp=mtp, dtype=dtype, device=device, progress=progress)
+        """A bundled model, a Hugging Face folder or a hub id; `weights`: see `Engine.from_pretrained`. Those that the
+        files have in 8 bits stay so on a GPU that computes with them. Raises CheckpointError; "if-present" passes over
+        a head that cannot be used."""
+        narrow = takes_eight_bits(device)
+        found = load_checkpoint(
+            find_model(model), mtp=mtp, dtype=dtype, device=device, narrow=narrow, progress=progress
+        )
         usable = found.config.mtp_layers == 1 or mtp != "if-present"
-        return cls.from_tensors(found.config, found.tensors, max_len, with_head=usable, tokenizer=found.tokenizer,
-                                eos_token_ids=found.eos_token_ids, notes=found.notes, folder=found.path)  # fmt: skip
+        return cls.from_tensors(found.config, found.tensors, max_len, with_head=usable, narrow=weights == "fp8",
+                                tokenizer=found.tokenizer, eos_token_ids=found.eos_token_ids, notes=found.notes,
+                                folder=found.path)  # fmt: skip
 
     @classmethod
     def from_tensors(
         cls,
         config: ModelConfig,
-        tensors: dict[str, Tensor],
+        tensors: Weights,
         max_len: int,
         *,
         with_head: bool = True,
@@ -92,11 +109,11 @@ class LoadedModel:
         notes: Seq[str] = (),
         folder: Path | None = None,
     ) -> LoadedModel:
-        """From tensors of the canonical names (`model.tensors`), which are emptied; their device and dtype are the
-        model's. `narrow` keeps the linear layers' weights in 8 bits (`kernels.quantise`), on a GPU."""
+        """From tensors of the canonical names (`model.tensors`), which are emptied; device and dtype of the embedding
+        are the model's. `narrow` cuts the linear layers' weights to 8 bits (`kernels.quantise`), on a GPU."""
         require_int("max_len", max_len, low=1)
         with torch.inference_mode():
-            on_gpu = tensors["model.embed_tokens.weight"].is_cuda
+            on_gpu = whole(tensors, "model.embed_tokens.weight").is_cuda
             linear = LinearFactory(pack=not on_gpu, quantise=narrow)  # fused kernels read weights as they are
             decoder = Decoder(config, tensors, min(max_len, config.max_positions), linear)
             head = MTPHead(decoder, tensors) if config.mtp_layers and with_head else None
@@ -156,7 +173,7 @@ class LoadedModel:
     def fits_kernels(self) -> bool:
         """Whether `fused` can be had: a GPU, Triton, and a shape that the kernels take."""
         device = self.decoder.device
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0) or find_spec("triton") is None:
+        if not runs_kernels(device, (8, 0)):
             return False
         from surefoot.model.fused import fits
 

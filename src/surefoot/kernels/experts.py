@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from surefoot.kernels.quantise import Weight
+from surefoot.kernels.quantise import Weight, dense_of, on_rows
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ def pack_down(down: Tensor, shared_down: Tensor) -> Tensor:
     return packed
 
 
-def pack_experts(take: Callable[[str], Tensor], cut: Callable[[Tensor], Weight]) -> PackedExperts:
+def pack_experts(take: Callable[[str], Weight], cut: Callable[[Weight], Weight]) -> PackedExperts:
     """The packed tensors of a layer from those that `take(name)` hands over for good: each is let go as soon as it has
     been copied, so that no more than one of them is there twice. `cut` makes the experts' weights of the packed ones;
     the router keeps its type."""
     gate, up = take("shared_expert.gate_proj.weight"), take("shared_expert.up_proj.weight")
-    gate_up = cut(pack_gate_up(take("experts.gate_up_proj"), gate, up))
-    down = cut(pack_down(take("experts.down_proj"), take("shared_expert.down_proj.weight")))
-    router = torch.cat([take("gate.weight"), take("shared_expert_gate.weight")])
+    gate_up = cut(on_rows(pack_gate_up, take("experts.gate_up_proj"), gate, up))
+    down = cut(on_rows(pack_down, take("experts.down_proj"), take("shared_expert.down_proj.weight")))
+    router = torch.cat([dense_of(take(name)) for name in ("gate.weight", "shared_expert_gate.weight")])
     return PackedExperts(router, gate_up, down)

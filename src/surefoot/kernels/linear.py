@@ -14,13 +14,15 @@ with a smaller one (prefill) uses `bulk`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from itertools import groupby
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.kernels.quantise import Weight, dense_of, merge, quantise, take_rows
+from surefoot.kernels.quantise import Quantised, Weight, dense_of, merge, on_rows, quantise
 from surefoot.kernels.rows import CUDA_ROWS, MIN_ROWS
 
 SINGLE = 1  # exact by construction
@@ -86,11 +88,37 @@ class BlockLinear:
 
     def rows(self, outputs: Tensor) -> Weight:
         """Gathered."""
-        return take_rows(self.weight, outputs)
+        return on_rows(lambda weight: weight[outputs], self.weight)
+
+
+class Beside:
+    """Several layers on one input, their outputs side by side: weights of different kinds that are not made one."""
+
+    def __init__(self, parts: Seq[Linear]) -> None:
+        self.parts = tuple(parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] float32, n >= 2 -> [n, out] float32."""
+        return torch.cat([part(x) for part in self.parts], dim=-1)
+
+    def bulk(self, x: Tensor) -> Tensor:
+        """The library's products."""
+        return torch.cat([part.bulk(x) for part in self.parts], dim=-1)
+
+    def rows(self, outputs: Tensor) -> Weight:
+        """Gathered from the weights as one, plain if they are of two kinds."""
+        return on_rows(lambda *weights: torch.cat(weights)[outputs], *weights_of(self))
+
+
+def weights_of(layer: Linear) -> tuple[Weight, ...]:
+    """The layer's weights, as they are in memory: one, or those of the layers that are beside one another."""
+    if isinstance(layer, Beside):
+        return tuple(weight_of(part) for part in layer.parts)
+    return (weight_of(layer),)
 
 
 def weight_of(layer: Linear) -> Weight:
-    """The layer's weight, as it is in memory."""
+    """The layer's one weight."""
     assert isinstance(layer, BlockLinear), "a GPU reads weights that are not packed"
     return layer.weight
 
@@ -115,9 +143,16 @@ class LinearFactory:
 
     def __call__(self, *weights: Weight) -> Linear:
         """One linear layer over the rows of all `weights` [out_i, in], in order: projections that read one input
-        are one product."""
-        weight = self.cut(merge(weights))
+        are one product. Where only some are in 8 bits it is computed with plain ones."""
+        weight = merge([self.cut(weight) for weight in weights])
         return self.whole(weight) if isinstance(weight, Tensor) else _in_blocks(weight)
+
+    def beside(self, *weights: Weight) -> Linear:
+        """The same, but in as many layers as it takes to leave every weight as it is: a checkpoint in 8 bits keeps the
+        few rows of the decay whole, and the many beside them should not be read at twice their size for that."""
+        kinds = groupby(map(self.cut, weights), lambda weight: isinstance(weight, Quantised))
+        parts = [self(*run) for _, run in kinds]
+        return parts[0] if len(parts) == 1 else Beside(parts)
 
     def cut(self, weight: Weight) -> Weight:
         """The weight [..., out, in] in as many bits as the layers' weights have."""

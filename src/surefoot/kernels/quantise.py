@@ -6,6 +6,7 @@ of `GROUP` rows and inputs; repeating it for every row costs three per cent and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -47,6 +48,10 @@ class Quantised:
         pairs = zip(self.weight.unbind(), self.scale.unbind(), strict=True)
         return tuple(Quantised(weight, scale, self.dtype) for weight, scale in pairs)
 
+    def in_groups(self) -> Tensor:
+        """The scales [..., N, ceil(K / GROUP)]."""
+        return self.scale.expand(*self.scale.shape[:-1], -(-self.shape[-1] // GROUP))
+
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in `dtype`, or another one."""
         dense = self.weight.to(dtype or self.dtype)
@@ -83,30 +88,29 @@ def quantise(weight: Tensor) -> Quantised:
     return Quantised(out.view(weight.shape), scale.view(*weight.shape[:-1], 1), weight.dtype)
 
 
-def take_rows(weight: Weight, rows: Tensor) -> Weight:
-    """The rows int64 [M] of a weight [N, K], in memory of their own: [M, K]."""
-    if isinstance(weight, Tensor):
-        return weight[rows]
-    numbers = weight.weight.view(torch.uint8)[rows].view(FLOAT8)  # not every device gathers FLOAT8
-    return Quantised(numbers, weight.scale[rows], weight.dtype)
-
-
-def from_blocks(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised:
-    """A published weight: FLOAT8 [N, K] and `weight_scale_inv` [ceil(N / GROUP), ceil(K / GROUP)], which multiplies the
-    weight's squares despite its name."""
-    rows = scale.float().repeat_interleave(GROUP, dim=0)[: weight.shape[0]]
+def from_stored(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Quantised:
+    """A published weight: FLOAT8 [..., N, K], and the scales that multiply it (those called `weight_scale_inv`, too):
+    [..., n, k] for squares of `GROUP` rows and inputs, [..., N, 1] for rows, [..., 1, 1] for the whole."""
+    rows = scale.float()
+    if rows.shape[-2] != weight.shape[-2]:
+        span = GROUP if rows.shape[-2] == -(-weight.shape[-2] // GROUP) else weight.shape[-2]
+        rows = rows.repeat_interleave(span, dim=-2)[..., : weight.shape[-2], :]
     return Quantised(weight, rows.contiguous(), dtype)
 
 
-def merge(weights: Seq[Weight]) -> Weight:
-    """Weights [N_i, K] of one kind, row after row."""
-    if len(weights) == 1:
-        return weights[0]
-    plain = [weight for weight in weights if isinstance(weight, Tensor)]
-    if len(plain) == len(weights):
-        return torch.cat(plain)
+def on_rows(change: Callable[..., Tensor], *weights: Weight) -> Weight:
+    """`change(*weights)`, for a change that moves rows [..., K] and at most pads them with zeros: of weights in 8 bits
+    it moves numbers and scales alike. Where only some are in 8 bits, these are made plain first, so that none loses
+    any."""
     narrow = [weight for weight in weights if isinstance(weight, Quantised)]
-    assert not plain, "weights of one kind"
-    groups = max(weight.groups for weight in narrow)
-    scales = [weight.scale.expand(-1, groups) for weight in narrow]
-    return Quantised(torch.cat([weight.weight for weight in narrow]), torch.cat(scales), narrow[0].dtype)
+    if len(narrow) < len(weights):
+        return change(*(dense_of(weight) for weight in weights))
+    several = any(weight.groups > 1 for weight in narrow)
+    scale = change(*(weight.in_groups() if several else weight.scale for weight in narrow))
+    numbers = change(*(weight.weight.view(torch.uint8) for weight in narrow))  # not every operation knows FLOAT8
+    return Quantised(numbers.view(FLOAT8), scale.contiguous(), narrow[0].dtype)
+
+
+def merge(weights: Seq[Weight]) -> Weight:
+    """Weights [N_i, K], row after row; see `on_rows` for those of two kinds."""
+    return weights[0] if len(weights) == 1 else on_rows(lambda *parts: torch.cat(parts), *weights)

@@ -2,13 +2,14 @@
 
 Two stages. `inspect` reads JSON and file headers and compares every tensor's name, shape and dtype with what the config
 asks for; nothing is allocated before all of it agrees. `load_checkpoint` then copies file by file, tensor by tensor, so
-that the peak is the finished model and one tensor. Norm weights are handed on as Hugging Face stores them (all but the
+that the peak is the finished model and one tensor. Weights that the files have in 8 bits come with scales, read first.
+Norm weights are handed on as Hugging Face stores them (all but the
 DeltaNet norm zero-centred); files in another convention are refused by their format, never guessed at from the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -20,11 +21,12 @@ from torch import Tensor
 from surefoot.cache.memory import room_for
 from surefoot.config import ModelConfig
 from surefoot.errors import CheckpointError
+from surefoot.kernels.quantise import FLOAT8, Quantised, Weight, from_stored
 from surefoot.loading.config import merge_ids, parse_config, token_ids
 from surefoot.loading.files import Stored, find_model, inventory, is_there, open_safetensors, read_json
-from surefoot.loading.names import Place, is_mtp, pieces, place, stored_shapes
+from surefoot.loading.names import Place, is_mtp, pieces, place, scale_shapes, stored_shapes
 from surefoot.loading.tokenizer import Tokenizer
-from surefoot.model.tensors import Shapes, mtp_shapes, target_shapes
+from surefoot.model.tensors import NARROW, Shapes, mtp_shapes, target_shapes
 
 __all__ = ["Checkpoint", "Inspection", "MtpPolicy", "find_model", "inspect", "load_checkpoint"]
 
@@ -32,6 +34,7 @@ MtpPolicy = Literal["require", "if-present", "skip"]
 Progress = Callable[[int, int], None]
 
 FLOATING = ("F64", "F32", "F16", "BF16")
+EIGHT_BITS = "F8_E4M3"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Per-head constants of the recurrence and the gated norm: the model computes with float32 copies in any case.
 KEPT_FLOAT32 = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
@@ -51,11 +54,12 @@ class Inspection:
 @dataclass(frozen=True)
 class Checkpoint:
     """A loaded checkpoint. `tensors` has exactly the names and shapes of `surefoot.model.tensors` for `config`, whose
-    `mtp_layers` is 0 if the MTP head was not loaded; `notes` are sentences that the user should see."""
+    `mtp_layers` is 0 if the MTP head was not loaded; some may be `Quantised` if that was asked for. `notes` are
+    sentences that the user should see."""
 
     path: Path
     config: ModelConfig
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Weight]
     eos_token_ids: tuple[int, ...]
     tokenizer: Tokenizer | None
     notes: tuple[str, ...]
@@ -66,7 +70,9 @@ def inspect(path: str | Path, mtp: MtpPolicy = "if-present") -> Inspection:
 
     `mtp`: "require" raises if the head is not in the files, "if-present" leaves a note then, "skip" ignores it. A head
     of which some tensors are missing is an error unless skipped. A `lm_head.weight` beside tied embeddings is allowed
-    in the embedding's shape. Raises CheckpointError naming the tensors, what was expected and what was found.
+    in the embedding's shape. Matrices may be stored in 8 bits (e4m3), with scales for squares of 128 x 128, for rows or
+    for the whole, named `*_scale_inv` or `*_scale`; which of them are, the files show. Raises CheckpointError naming
+    the tensors, what was expected and what was found.
     """
     folder = Path(path)
     if not is_there(folder) or not folder.is_dir():
@@ -91,15 +97,17 @@ def load_checkpoint(
     mtp: MtpPolicy = "if-present",
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    narrow: bool = False,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Inspect the folder (see `inspect` for `mtp`), then read every tensor into memory of its own.
 
-    Tensors come in `dtype`, but A_log, dt_bias and the DeltaNet norm in float32, whatever the file has them in. A head
-    that repeats a tied embedding is left out. End-of-sequence ids are those of config, generation config and tokenizer
-    together, without ids outside the vocabulary. `progress(done, total)` counts elements as tensors arrive.
-    Raises CheckpointError, or InputError for a device without room; nothing is allocated before the whole folder has
-    been checked.
+    Tensors come in `dtype`, but A_log, dt_bias and the DeltaNet norm in float32, whatever the file has them in. With
+    `narrow`, weights of linear layers that the file has in 8 bits stay so, as `Quantised`; without, a note says that
+    they do not. A head that repeats a tied embedding is left out. End-of-sequence ids are those of config, generation
+    config and tokenizer together, without ids outside the vocabulary. `progress(done, total)` counts elements as
+    tensors arrive. Raises CheckpointError, or InputError for a device without room; nothing is allocated before the
+    whole folder has been checked.
     """
     checked = inspect(path, mtp)
     tokenizer = Tokenizer.from_folder(checked.path)
@@ -107,9 +115,12 @@ def load_checkpoint(
         expected = f"token ids below vocab_size = {checked.config.vocab_size}"
         raise CheckpointError(f"tokenizer.json: expected {expected}, found {tokenizer.vocab_size - 1}")
     eos_token_ids = _eos_ids(checked, tokenizer)
-    tensors = _read(checked, dtype, torch.device(device), progress)
+    tensors = _read(checked, dtype, torch.device(device), narrow, progress)
     config = replace(checked.config, eos_token_ids=eos_token_ids)
-    return Checkpoint(checked.path, config, tensors, eos_token_ids, tokenizer, checked.notes)
+    notes = checked.notes
+    if not narrow and any(spot.scale for parts in checked.sources.values() for spot in parts):
+        notes = (*notes, f"weights that the files have in 8 bits are turned into {str(dtype).removeprefix('torch.')}")
+    return Checkpoint(checked.path, config, tensors, eos_token_ids, tokenizer, notes)
 
 
 def _canonical(tensors: list[Stored]) -> dict[str, dict[Place, Stored]]:
@@ -149,9 +160,9 @@ def _take_tied_head(config: ModelConfig, found: dict[str, dict[Place, Stored]]) 
     """Remove and return a head that a tied checkpoint stores all the same; its shape is checked here."""
     if not config.tied or HEAD not in found:
         return None
-    (head,) = found.pop(HEAD).values()
+    head = found.pop(HEAD).get(Place(HEAD))
     shape = (config.vocab_size, config.hidden_size)
-    if head.shape != shape or head.dtype not in FLOATING:
+    if head is not None and (head.shape != shape or head.dtype not in FLOATING):
         raise CheckpointError(f"{_shape_problem(HEAD, [shape], head)} (embeddings are tied)")
     return head
 
@@ -164,26 +175,48 @@ def _check(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Pl
         parts = found.get(name, {})
         # A tensor that came in pieces is judged as pieces; one that did not come at all is reported by its own name.
         wanted = [Place(name)] if not parts or Place(name) in parts else pieces(name, config)
+        scales = []
         for spot in wanted:
             shapes = stored_shapes(spot, shape)
             stored = parts.get(spot)
             if stored is None:
                 missing.append(f"{_label(spot)}: expected {list(shapes[0])}, found no such tensor")
-            elif stored.shape not in shapes or stored.dtype not in FLOATING:
+                continue
+            eight_bits = stored.dtype == EIGHT_BITS and len(stored.shape) > 1
+            if stored.shape not in shapes or not (eight_bits or stored.dtype in FLOATING):
                 wrong.append(_shape_problem(_label(spot), shapes, stored))
+            elif eight_bits:
+                scales.append(replace(spot, scale=True))
+                problem = _scale_problem(scales[-1], stored, parts.get(scales[-1]))
+                if problem is not None:
+                    wrong.append(problem)
+        wanted += scales
         if set(parts) - set(wanted):
             other = next(stored for spot, stored in parts.items() if spot not in wanted)
-            wrong.append(f"{name}: expected one tensor or {len(pieces(name, config))} pieces, found also {other.name}")
+            several = f" or {len(pieces(name, config))} pieces" if pieces(name, config) else ""
+            wrong.append(f"{name}: expected one tensor{several}, found also {other.name}")
     extra = [f"{name}: expected no such tensor, found it in {_files(found[name])}" for name in found.keys() - expected]
     problems = [text for group in (missing, wrong, sorted(extra)) for text in _first(group)]
     if problems:
         raise CheckpointError("; ".join(problems))
 
 
+def _scale_problem(spot: Place, weight: Stored, scale: Stored | None) -> str | None:
+    """What is wrong with the scales at `spot`, of a weight that is stored in 8 bits."""
+    shapes = scale_shapes(weight.shape)
+    if scale is None:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        return f"{_label(spot)}: expected {wanted} beside a weight of {weight.dtype}, found no such tensor"
+    if scale.shape in shapes and scale.dtype in FLOATING:
+        return None
+    return _shape_problem(_label(spot), shapes, scale)
+
+
 def _label(spot: Place) -> str:
-    if spot.part is None:
-        return spot.name
-    return f"{spot.name.rpartition('.')[0]}.{spot.expert}.{spot.part}_proj.weight"
+    name = spot.name
+    if spot.part is not None:
+        name = f"{spot.name.rpartition('.')[0]}.{spot.expert}.{spot.part}_proj.weight"
+    return f"{name}_scale(_inv)" if spot.scale else name
 
 
 def _shape_problem(name: str, shapes: list[tuple[int, ...]], stored: Stored) -> str:
@@ -212,31 +245,76 @@ def _eos_ids(checked: Inspection, tokenizer: Tokenizer | None) -> tuple[int, ...
 
 
 def _read(
-    checked: Inspection, dtype: torch.dtype, device: torch.device, progress: Progress | None
-) -> dict[str, Tensor]:
+    checked: Inspection, dtype: torch.dtype, device: torch.device, narrow: bool, progress: Progress | None
+) -> dict[str, Weight]:
     shapes = target_shapes(checked.config) | mtp_shapes(checked.config)
-    by_file: dict[Path, list[tuple[Place, Stored]]] = {}
-    for parts in checked.sources.values():
-        for spot, stored in parts.items():
-            by_file.setdefault(stored.file, []).append((spot, stored))
-    total = sum(_count(stored.shape) for jobs in by_file.values() for _, stored in jobs)
-    done = 0
+    weights, scales = (
+        [(spot, stored) for parts in checked.sources.values() for spot, stored in parts.items() if spot.scale == which]
+        for which in (False, True)
+    )
+    scale_of = {spot: tensor.clone() for spot, tensor in _in_files(scales)}
+    groups = {name: _groups(checked.sources[name]) if narrow and name.endswith(NARROW) else 0 for name in shapes}
     dtypes = {name: torch.float32 if name.endswith(KEPT_FLOAT32) else dtype for name in shapes}
-    needed = sum(_count(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+    needed = sum(_bytes(shape, groups[name], dtypes[name]) for name, shape in shapes.items())
     with room_for("weights", needed, device):
-        tensors = {name: torch.empty(shape, dtype=dtypes[name], device=device) for name, shape in shapes.items()}
-    for file in sorted(by_file):
-        with open_safetensors(file) as reader:
-            for spot, stored in by_file[file]:
-                part = _part(tensors[spot.name], spot)
-                # A copy of our own, not the mapped file: aligned, and safe when the file is replaced meanwhile.
-                part.copy_(_tensor(reader, stored).reshape(part.shape))
-                done += part.numel()
-                if progress is not None:
-                    progress(done, total)
+        tensors = {name: _empty(shape, groups[name], dtypes[name], device) for name, shape in shapes.items()}
+    done, total = 0, sum(_count(stored.shape) for _, stored in weights)
+    for spot, tensor in _in_files(weights):
+        _fill(tensors[spot.name], spot, tensor, scale_of.get(replace(spot, scale=True)))
+        done += tensor.numel()
+        if progress is not None:
+            progress(done, total)
     if checked.tied_head is not None:
         _check_tied_head(checked, checked.tied_head)
     return tensors
+
+
+def _in_files(jobs: Iterable[tuple[Place, Stored]]) -> Iterator[tuple[Place, Tensor]]:
+    """The tensors, file by file, as they are mapped: to be copied before the next is asked for."""
+    by_file: dict[Path, list[tuple[Place, Stored]]] = {}
+    for spot, stored in jobs:
+        by_file.setdefault(stored.file, []).append((spot, stored))
+    for file in sorted(by_file):
+        with open_safetensors(file) as reader:
+            for spot, stored in by_file[file]:
+                yield spot, _tensor(reader, stored)
+
+
+def _groups(parts: Mapping[Place, Stored]) -> int:
+    """How many scales a row of the tensor has in memory; 0 if not all its parts are stored in 8 bits."""
+    if any(not spot.scale and stored.dtype != EIGHT_BITS for spot, stored in parts.items()):
+        return 0
+    return max(stored.shape[-1] if stored.shape else 1 for spot, stored in parts.items() if spot.scale)
+
+
+def _bytes(shape: tuple[int, ...], groups: int, dtype: torch.dtype) -> int:
+    return _count(shape) + 4 * _count((*shape[:-1], groups)) if groups else _count(shape) * dtype.itemsize
+
+
+def _empty(shape: tuple[int, ...], groups: int, dtype: torch.dtype, device: torch.device) -> Weight:
+    if not groups:
+        return torch.empty(shape, dtype=dtype, device=device)
+    scale = torch.empty(*shape[:-1], groups, device=device)
+    return Quantised(torch.empty(shape, dtype=FLOAT8, device=device), scale, dtype)
+
+
+def _fill(into: Weight, spot: Place, stored: Tensor, scale: Tensor | None) -> None:
+    """Copy a stored tensor to where it goes: a copy of our own, not the mapped file, aligned, and safe when the file is
+    replaced meanwhile."""
+    if scale is None:
+        assert isinstance(into, Tensor)
+        part = _part(into, spot)
+        part.copy_(stored.reshape(part.shape))
+        return
+    if scale.dim() < 2:
+        scale = scale.reshape(1, 1)
+    read = from_stored(stored, scale, into.dtype)
+    if isinstance(into, Quantised):
+        _part(into.weight, spot).copy_(read.weight)
+        _part(into.scale, spot).copy_(read.scale)  # one of a row also where other rows have several
+    else:
+        part = _part(into, spot)
+        part.copy_(read.dense().reshape(part.shape))
 
 
 def _tensor(reader: object, stored: Stored) -> Tensor:

@@ -1,7 +1,7 @@
 """Hugging Face `config.json` to `ModelConfig`.
 
 Strict where a wrong guess would give wrong text: what the model needs must be there with the right type, and what this
-engine does not do (scaled RoPE, quantised weights, ungated attention) is refused here, before any tensor is looked at.
+engine does not do (scaled RoPE, weights of 4 bits, ungated attention) is refused here, before any tensor is looked at.
 Keys that do not concern the text decoder are ignored.
 """
 
@@ -13,11 +13,13 @@ from typing import get_args
 
 from surefoot.config import LayerType, ModelConfig, MoEConfig
 from surefoot.errors import CheckpointError, shown
+from surefoot.kernels.quantise import GROUP
 
 Json = Mapping[str, object]
 
 DENSE_TYPES = ("qwen3_5", "qwen3_5_text")
 MOE_TYPES = ("qwen3_5_moe", "qwen3_5_moe_text")
+QUANT_METHODS = ("fp8", "compressed-tensors")
 DEFAULT_ROTARY_FACTOR = 0.25  # the family's; configs written before rope_parameters existed leave it out
 # Far above any real model: a damaged config must not make us build tables of a billion names.
 MOST_LAYERS = 10_000
@@ -92,7 +94,7 @@ def _is_moe(model_type: object) -> bool:
 def _refuse_unsupported(raw: Json) -> None:
     """Settings under which the tensors would load and the text would be wrong."""
     if raw.get("quantization_config") is not None:
-        raise _wrong("quantization_config", "none (quantised weights are not supported)", raw["quantization_config"])
+        _check_quantisation(raw["quantization_config"])
     refused: list[tuple[str, tuple[object, ...], str]] = [
         ("attn_output_gate", (None, True), "true: attention without its output gate is not supported"),
         ("output_gate_type", (None, "swish", "silu"), "swish or silu: no other DeltaNet gate is supported"),
@@ -106,6 +108,43 @@ def _refuse_unsupported(raw: Json) -> None:
         # `1 in (None, True)` holds in Python; compare types too
         if not any(value is one or (isinstance(value, str) and value == one) for one in accepted):
             raise _wrong(key, expected, value)
+
+
+def _check_quantisation(raw: object) -> None:
+    """Weights of 8 bits (e4m3) that scales multiply are read. What is quantised in which way shows in the tensors; the
+    settings are asked whether that is all there is to it. Activations keep their type whatever they say."""
+    if not isinstance(raw, Mapping):
+        raise _wrong("quantization_config", "an object", raw)
+    method = raw.get("quant_method")
+    if method == "fp8":
+        _settle(raw, "quantization_config", {"fmt": (None, "e4m3"), "weight_block_size": (None, [GROUP, GROUP])})
+        return
+    if method != "compressed-tensors":
+        expected = f"{' or '.join(QUANT_METHODS)} (weights of 8 bits, e4m3)"
+        raise _wrong("quantization_config.quant_method", expected, method)
+    _settle(raw, "quantization_config", {"transform_config": (None, {}), "sparsity_config": (None, {})})
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise _wrong("quantization_config.config_groups", "an object", groups)
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else group
+        if weights is None:
+            continue
+        where = f"quantization_config.config_groups.{shown(name)}.weights"
+        if not isinstance(weights, Mapping):
+            raise _wrong(where, "an object", weights)
+        block = (None, [GROUP, GROUP]) if weights.get("strategy") == "block" else (None,)
+        _settle(weights, where, {"num_bits": (8,), "type": ("float",), "strategy": ("channel", "tensor", "block"),
+                                 "symmetric": (None, True), "block_structure": block})  # fmt: skip
+
+
+def _settle(raw: Json, where: str, accepted: Mapping[str, tuple[object, ...]]) -> None:
+    """Raise for a key whose value is none of the accepted ones (None: the key may be missing)."""
+    for key, values in accepted.items():
+        value = raw.get(key)
+        if not any(type(value) is type(one) and value == one for one in values):
+            expected = " or ".join("nothing" if one is None else str(one) for one in values)
+            raise _wrong(f"{where}.{key}", expected, value)
 
 
 def _layer_types(text: Json) -> tuple[LayerType, ...]:

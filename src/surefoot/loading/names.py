@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from surefoot.config import ModelConfig
+from surefoot.kernels.quantise import GROUP
 
 Projection = Literal["gate", "up", "down"]
 
@@ -20,24 +21,31 @@ PREFIXES = (
     ("model.mtp.", "mtp."),
 )
 EXPERT = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<expert>0|[1-9]\d{0,5})\.(?P<part>gate|up|down)_proj\.weight")
+# Scales of weights in 8 bits: the name behind which they stand, and how they are called. Despite "inv" all multiply.
+SCALE = re.compile(r"(?P<weight>.*(?:\.weight|\.experts\.(?:gate_up|down)_proj))_scale(?:_inv)?")
+# Follow from the config, or are scales of activations and caches, which keep their type here.
+UNUSED = ("rotary_emb.inv_freq", ".input_scale", "activation_scale", ".k_scale", ".v_scale")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A canonical tensor, or one expert's share of a fused one (then `expert` and `part` say which)."""
+    """A canonical tensor, or one expert's share of a fused one (then `expert` and `part` say which); or the scales of
+    either."""
 
     name: str
     expert: int | None = None
     part: Projection | None = None
+    scale: bool = False
 
 
 def place(stored: str) -> Place | None:
-    """Where the tensor stored under this name goes; None if it is no part of the text model.
-
-    Vision towers are not used here, and `rotary_emb.inv_freq` follows from the config.
-    """
-    if stored.startswith(VISION_PREFIXES) or stored.endswith("rotary_emb.inv_freq"):
+    """Where the tensor stored under this name goes; None if it is no part of the text model, or not needed."""
+    if stored.startswith(VISION_PREFIXES) or stored.endswith(UNUSED):
         return None
+    scales = SCALE.fullmatch(stored)
+    if scales is not None:
+        spot = place(scales["weight"])
+        return None if spot is None else replace(spot, scale=True)
     name = stored
     for prefix, canonical in PREFIXES:
         if stored.startswith(prefix):
@@ -66,6 +74,15 @@ def stored_shapes(place: Place, shape: tuple[int, ...]) -> list[tuple[int, ...]]
     if place.name.endswith("shared_expert_gate.weight"):
         return [shape, (shape[1],)]
     return [shape]
+
+
+def scale_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes in which the scales of a weight stored in 8 bits may come: of its squares, of its rows, of the whole;
+    for every expert if these are stacked."""
+    *stacked, rows, columns = shape
+    lead = tuple(stacked)
+    squares = (*lead, -(-rows // GROUP), -(-columns // GROUP))
+    return [squares, (*lead, rows, 1), (*lead, 1, 1), *([] if lead else [(1,), ()])]
 
 
 def pieces(name: str, config: ModelConfig) -> list[Place]:

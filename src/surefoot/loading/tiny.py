@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
 from surefoot.config import ModelConfig, MoEConfig
+from surefoot.kernels.quantise import FLOAT8, GROUP, LARGEST
 from surefoot.loading.files import INDEX, SINGLE
 from surefoot.loading.names import is_mtp
+from surefoot.model.tensors import NARROW
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
@@ -36,6 +39,8 @@ class Style:
     the config nested, "swapped" `language_model.model.`. `shard_bytes` starts a new shard (with an index) rather than
     exceed it; None writes one file. `mtp`: with the other tensors, in a file of its own outside the index, or left out
     while the config still announces it. `squeezed` stores conv1d as [C, W] and the shared expert's gate as [H].
+    `weights`: those of linear layers "whole", or in 8 bits with scales: for "squares" of 128 x 128, as the family's own
+    FP8 exports have them, for "rows" or whole "tensors", as compressed-tensors has them.
     """
 
     prefix: Literal["text", "multimodal", "swapped"] = "text"
@@ -43,6 +48,7 @@ class Style:
     experts: Literal["fused", "separate"] = "fused"
     mtp: Literal["index", "sidecar", "missing"] = "index"
     squeezed: bool = False
+    weights: Literal["whole", "squares", "rows", "tensors"] = "whole"
 
 
 def tiny_config(moe: bool = False, **overrides: Any) -> ModelConfig:
@@ -152,7 +158,9 @@ def write_checkpoint(
         if is_mtp(name) and style.mtp == "missing":
             continue
         group = beside if is_mtp(name) and style.mtp == "sidecar" else stored
-        group |= {spelled: part.contiguous() for spelled, part in _spell(name, tensor, style)}
+        for spelled, part in _spell(name, tensor, style):
+            eight_bits = style.weights != "whole" and name.endswith(NARROW)
+            group |= _cut(spelled, part, style) if eight_bits else {spelled: part.contiguous()}
     if style.prefix == "multimodal":
         stored["model.visual.patch_embed.proj.weight"] = torch.zeros(2, 3)
     _write_shards(folder, stored, style.shard_bytes)
@@ -165,14 +173,14 @@ def write_checkpoint(
 
 
 def _nested(config: ModelConfig, style: Style) -> dict[str, Any]:
-    text = hf_config_dict(config)
+    text, quantised = hf_config_dict(config), _quantisation(style)
     if style.prefix == "text":
-        return text
+        return text | quantised
     family = "qwen3_5" if config.moe is None else "qwen3_5_moe"
     architecture = text.pop("architectures")[0].replace("ForCausalLM", "ForConditionalGeneration")
     tied = text["tie_word_embeddings"]
     top = {"model_type": family, "architectures": [architecture], "tie_word_embeddings": tied}
-    return {**top, "text_config": text, "vision_config": {"model_type": family}}
+    return {**top, "text_config": text, "vision_config": {"model_type": family}, **quantised}
 
 
 def _spell(name: str, tensor: Tensor, style: Style) -> Iterator[tuple[str, Tensor]]:
@@ -193,6 +201,34 @@ def _spell(name: str, tensor: Tensor, style: Style) -> Iterator[tuple[str, Tenso
         parts = {"down": expert} if last == "down_proj" else dict(zip(("gate", "up"), expert.chunk(2), strict=True))
         for part, value in parts.items():
             yield f"{block}.{index}.{part}_proj.weight", value
+
+
+def _cut(name: str, weight: Tensor, style: Style) -> dict[str, Tensor]:
+    """A weight [..., N, K] in 8 bits, and its scales."""
+    *lead, rows, columns = weight.shape
+    block = {"squares": (GROUP, GROUP), "rows": (1, columns)}.get(style.weights, (rows, columns))
+    padded = F.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    tiles = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))  # [..., n, block, k, block]
+    largest = tiles.abs().amax((-3, -1), keepdim=True)
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0).bfloat16()
+    numbers = (tiles / scale.float()).to(FLOAT8).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
+    scale = scale.squeeze(-1).squeeze(-2)
+    if style.weights == "tensors" and not lead:
+        scale = scale.reshape(())
+    return {name: numbers.contiguous(), name + ("_scale_inv" if style.weights == "squares" else "_scale"): scale}
+
+
+def _quantisation(style: Style) -> dict[str, Any]:
+    """What the config says of weights in 8 bits."""
+    if style.weights == "whole":
+        return {}
+    if style.weights == "squares":
+        method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        return {"quantization_config": method | {"weight_block_size": [GROUP, GROUP]}}
+    strategy = {"rows": "channel", "tensors": "tensor"}[style.weights]
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "block_structure": None}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,11 @@ from surefoot.config import ModelConfig
 from surefoot.kernels.attention import attend_chunk, attend_one
 from surefoot.kernels.linear import Linear, LinearFactory
 from surefoot.kernels.norm import RMSNorm
+from surefoot.kernels.quantise import on_rows
 from surefoot.kernels.rope import apply_rope_
 from surefoot.kernels.rows import by_row
 from surefoot.model.spans import Layout
+from surefoot.model.tensors import Weights, whole
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of a pass's rows
 
@@ -20,16 +24,15 @@ Rope = tuple[Tensor, Tensor]  # cosines and sines of a pass's rows
 class Attention:
     """One full-attention mixer; its weights are `prefix + {q,k,v,o}_proj, {q,k}_norm`."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, tensors: Weights, prefix: str, linear: LinearFactory) -> None:
         self.config = c = config
         # Each head's rows of q_proj are its query, then its gate; here all queries stand first and all gates last.
-        q_proj = tensors[prefix + "q_proj.weight"].view(c.num_heads, 2, c.head_dim, c.hidden_size)
-        query, gate = (part.reshape(-1, c.hidden_size) for part in q_proj.unbind(1))
-        self.in_proj: Linear = linear(
-            query, tensors[prefix + "k_proj.weight"], tensors[prefix + "v_proj.weight"], gate.contiguous()
+        query, gate = (on_rows(partial(self._half, which), tensors[prefix + "q_proj.weight"]) for which in (0, 1))
+        self.in_proj: Linear = linear.beside(
+            query, tensors[prefix + "k_proj.weight"], tensors[prefix + "v_proj.weight"], gate
         )
         self.out_proj: Linear = linear(tensors[prefix + "o_proj.weight"])
-        self.q_scale, self.k_scale = (1 + tensors[prefix + f"{n}_norm.weight"].float() for n in "qk")
+        self.q_scale, self.k_scale = (1 + whole(tensors, prefix + f"{n}_norm.weight").float() for n in "qk")
         scale = torch.cat([self.q_scale.expand(c.num_heads, -1), self.k_scale.expand(c.num_kv_heads, -1)])
         self._norm = RMSNorm(scale, c.norm_eps)
 
@@ -50,6 +53,11 @@ class Attention:
         cache.write(slot, position, keys, values)
         mixed = attend_chunk(query, *cache.read(slot, position + x.shape[0])).float()
         return self.out_proj.bulk(torch.sigmoid(gate).mul_(mixed.flatten(1)))
+
+    def _half(self, which: int, q_proj: Tensor) -> Tensor:
+        """The rows of q_proj that give every head's query (0) or gate (1)."""
+        heads = q_proj.view(self.config.num_heads, 2, self.config.head_dim, -1)
+        return heads[:, which].flatten(0, 1).contiguous()
 
     def _project(self, merged: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The merged projection -> query [n, Hq, D], keys and values [n, Hkv, D], gate [n, Hq * D]."""

@@ -12,15 +12,16 @@ from surefoot.model.attention import Attention, Rope
 from surefoot.model.deltanet import DeltaNet, PrefillState
 from surefoot.model.ffn import build_ffn
 from surefoot.model.spans import Layout
+from surefoot.model.tensors import Weights, whole
 
 
 class Block:
     """x + mixer(norm(x)), then x + ffn(norm(x))."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kind: str,
+    def __init__(self, config: ModelConfig, tensors: Weights, prefix: str, kind: str,
                  linear: LinearFactory) -> None:  # fmt: skip
         self.mixer_norm, self.ffn_norm = (
-            RMSNorm(1 + tensors[prefix + f"{n}_layernorm.weight"].float(), config.norm_eps)
+            RMSNorm(1 + whole(tensors, prefix + f"{n}_layernorm.weight").float(), config.norm_eps)
             for n in ("input", "post_attention")
         )
         self.mixer: Attention | DeltaNet

@@ -15,7 +15,8 @@ from surefoot.cache import KVCache
 from surefoot.kernels.attention import attend_chunk
 from surefoot.kernels.fused.bulk import add_norm, conv_heads, gated_norm, place_heads, swiglu
 from surefoot.kernels.fused.chunk import ChunkWorkspace, DeltaGates, delta_chunk
-from surefoot.kernels.linear import Linear, weight_of
+from surefoot.kernels.fused.grouped import mix_experts
+from surefoot.kernels.linear import Linear, weights_of
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import dense_of
 from surefoot.kernels.rope import RopeTable
@@ -31,7 +32,7 @@ def read_blocks(
     """x [T, H] float32 in place, T tokens of one sequence behind `position` others: what `Block.prefill` does."""
     added: Tensor | None = None
     for block, layer in zip(blocks, layers, strict=True):
-        normed = _add_norm(x, added, block.mixer_norm, weight_of(block.mixer.in_proj).dtype)
+        normed = _add_norm(x, added, block.mixer_norm, weights_of(block.mixer.in_proj)[0].dtype)
         if isinstance(block.mixer, Attention):
             assert isinstance(layer, KVCache)
             added = _attend(block.mixer, normed, layer, rope, slot, position)
@@ -44,7 +45,8 @@ def read_blocks(
 
 
 def _product(layer: Linear, x: Tensor) -> Tensor:
-    return F.linear(x, dense_of(weight_of(layer)))
+    parts = [F.linear(x, dense_of(weight)) for weight in weights_of(layer)]
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 def _add_norm(x: Tensor, added: Tensor | None, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
@@ -82,7 +84,10 @@ def _delta(layer: DeltaNet, x: Tensor, cache: PrefillState, slot: int) -> Tensor
 
 def _feed_forward(layer: FeedForward, x: Tensor) -> Tensor:
     if not isinstance(layer, SwiGLU):
-        return layer.prefill(x.float())
+        assert layer.packed is not None
+        out = torch.empty_like(x)
+        mix_experts(x, layer.packed.gate_up, layer.packed.down, *layer.choose(x), out)
+        return out
     gate_up = _product(layer.gate_up, x)
     act = gate_up.new_empty(x.shape[0], gate_up.shape[1] // 2)
     swiglu(gate_up, act)

@@ -23,7 +23,7 @@ from surefoot.kernels.rope import RopeTable
 from surefoot.model.block import Block
 from surefoot.model.deltanet import PrefillState
 from surefoot.model.spans import Layout
-from surefoot.model.tensors import let_go
+from surefoot.model.tensors import Weights, let_go, whole
 
 
 class PrefillLayers(Protocol):
@@ -48,12 +48,12 @@ class Decoder:
     """
 
     def __init__(
-        self, config: ModelConfig, tensors: dict[str, Tensor], max_len: int, linear: LinearFactory | None = None
+        self, config: ModelConfig, tensors: Weights, max_len: int, linear: LinearFactory | None = None
     ) -> None:
         self.config = config
         self.max_len = max_len
         self.linear = linear or LinearFactory()
-        self.embedding = tensors["model.embed_tokens.weight"]
+        self.embedding = whole(tensors, "model.embed_tokens.weight")
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         with room_for(f"max_len: rotary angles of {max_len} positions", 8 * max_len * config.rotary_dim, self.device):
             self.rope = RopeTable(config.rotary_dim, config.rope_theta, max_len, self.device)
@@ -62,7 +62,7 @@ class Decoder:
             prefix = f"model.layers.{index}."
             self.blocks.append(Block(config, tensors, prefix, kind, self.linear))
             let_go(tensors, prefix)
-        self.norm = RMSNorm(1 + tensors["model.norm.weight"].float(), config.norm_eps)
+        self.norm = RMSNorm(1 + whole(tensors, "model.norm.weight").float(), config.norm_eps)
         self.head = self.linear(self.embedding if config.tied else tensors.pop("lm_head.weight"))
 
     def embed(self, tokens: Tensor) -> Tensor:

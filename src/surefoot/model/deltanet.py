@@ -14,8 +14,10 @@ from surefoot.kernels import gated_delta
 from surefoot.kernels.causal_conv import causal_conv
 from surefoot.kernels.linear import Linear, LinearFactory
 from surefoot.kernels.norm import GatedRMSNorm, L2Norm
+from surefoot.kernels.quantise import on_rows
 from surefoot.kernels.rows import by_row, lane_multiple
 from surefoot.model.spans import Layout
+from surefoot.model.tensors import Weights, whole
 
 
 class PrefillState(Protocol):
@@ -37,22 +39,23 @@ class PrefillState(Protocol):
 class DeltaNet:
     """One linear-attention mixer; its weights are `prefix + in_proj_*, conv1d, A_log, dt_bias, norm, out_proj`."""
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, tensors: Weights, prefix: str, linear: LinearFactory) -> None:
         self.config = c = config
         self.lanes = self.lanes_of(c)  # beta and decay logits, padded to whole vectors
-        qkv, z, b, a = (tensors[prefix + f"in_proj_{n}.weight"] for n in ("qkv", "z", "b", "a"))
+        qkv, z = (tensors[prefix + f"in_proj_{n}.weight"] for n in ("qkv", "z"))
+        b, a = (whole(tensors, prefix + f"in_proj_{n}.weight") for n in "ba")
         filler = b.new_zeros(self.lanes - b.shape[0], c.hidden_size)
-        self.in_proj: Linear = linear(self._by_head(qkv), z, b, filler, a, filler)
+        self.in_proj: Linear = linear.beside(on_rows(self._by_head, qkv), z, b, filler, a, filler)
         self.out_proj: Linear = linear(tensors[prefix + "out_proj.weight"])
-        taps = self._by_head(tensors[prefix + "conv1d.weight"].float().view(c.conv_channels, c.conv_width))
+        taps = self._by_head(whole(tensors, prefix + "conv1d.weight").float().view(c.conv_channels, c.conv_width))
         self.taps = taps.T.contiguous().unsqueeze(1)  # [width, 1, C]
         self._unit = L2Norm(b.device)
         # Queries are not scaled by Dk^-0.5: the norm takes any scale out of what they read, but for its eps.
-        self.norm = GatedRMSNorm(tensors[prefix + "norm.weight"], c.norm_eps * c.linear_key_dim)
+        self.norm = GatedRMSNorm(whole(tensors, prefix + "norm.weight"), c.norm_eps * c.linear_key_dim)
         self._columns = torch.arange(c.linear_value_heads, device=b.device).repeat_interleave(c.linear_value_dim)
         padding = (0, self.lanes - c.linear_value_heads)
-        self.dt_bias = F.pad(tensors[prefix + "dt_bias"].float(), padding)
-        self.rate = F.pad(tensors[prefix + "A_log"].float().exp().neg(), padding)
+        self.dt_bias = F.pad(whole(tensors, prefix + "dt_bias").float(), padding)
+        self.rate = F.pad(whole(tensors, prefix + "A_log").float().exp().neg(), padding)
 
     def decode(self, x: Tensor, cache: RecurrentCache, layout: Layout) -> Tensor:
         """x [rows, H] float32, normalised -> [rows, H]. Leaves every span's window open in the cache."""

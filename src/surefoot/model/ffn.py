@@ -12,6 +12,7 @@ from surefoot.kernels.experts import PackedExperts, pack_experts
 from surefoot.kernels.linear import Linear, LinearFactory
 from surefoot.kernels.quantise import Weight
 from surefoot.kernels.rows import MIN_ROWS, by_row, silu_mul
+from surefoot.model.tensors import Weights, whole
 
 
 class SwiGLU:
@@ -38,21 +39,31 @@ class MoE:
     so, and the source tensors are taken out of `tensors`.
     """
 
-    def __init__(self, config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> None:
+    def __init__(self, config: ModelConfig, tensors: Weights, prefix: str, linear: LinearFactory) -> None:
         assert config.moe is not None
         self.top = config.moe.experts_per_token
         self.packed: PackedExperts | None = None
-        if linear.keeps(tensors[prefix + "gate.weight"].device):
+        if linear.keeps(whole(tensors, prefix + "gate.weight").device):
             self.packed = pack_experts(lambda name: tensors.pop(prefix + name), linear.cut)
             router, shared_gate = self.packed.router[:-1], self.packed.router[-1:]
             *experts, self._shared = _each(self.packed.gate_up, self.packed.down, linear)
         else:
-            router, shared_gate = (tensors[prefix + name] for name in ("gate.weight", "shared_expert_gate.weight"))
+            router, shared_gate = (
+                whole(tensors, prefix + name) for name in ("gate.weight", "shared_expert_gate.weight")
+            )
             self._shared = _swiglu(tensors, prefix + "shared_expert.", linear)
             experts = _each(tensors[prefix + "experts.gate_up_proj"], tensors[prefix + "experts.down_proj"], linear)
         self._experts = experts
         self._router: Linear = linear.whole(router)
         self._shared_gate: Linear = linear.whole(shared_gate)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For many rows x [n, H]: the experts that each row reads in `packed` [n, k + 1], the shared one last, and what
+        their outputs count [n, k + 1] float32."""
+        chosen, weight = self._route(self._router.bulk(x))
+        shared = torch.full_like(chosen[:, :1], len(self._experts))
+        share = torch.cat([weight, self._shared_gate.bulk(x).sigmoid()], dim=1)
+        return torch.cat([chosen, shared], dim=1), share
 
     def decode(self, x: Tensor) -> Tensor:
         """x [n, H] -> [n, H]; each expert sees its rows as a block of its own."""
@@ -87,14 +98,14 @@ class MoE:
 FeedForward = SwiGLU | MoE
 
 
-def build_ffn(config: ModelConfig, tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> FeedForward:
+def build_ffn(config: ModelConfig, tensors: Weights, prefix: str, linear: LinearFactory) -> FeedForward:
     """The config's feed-forward block from tensors `prefix + ...`."""
     if config.moe is not None:
         return MoE(config, tensors, prefix, linear)
     return _swiglu(tensors, prefix, linear)
 
 
-def _swiglu(tensors: dict[str, Tensor], prefix: str, linear: LinearFactory) -> SwiGLU:
+def _swiglu(tensors: Weights, prefix: str, linear: LinearFactory) -> SwiGLU:
     gate, up, down = (tensors[f"{prefix}{n}_proj.weight"] for n in ("gate", "up", "down"))
     return SwiGLU(linear(gate, up), linear(down))
 

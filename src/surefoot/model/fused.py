@@ -19,7 +19,7 @@ from surefoot.kernels.fused.delta import DeltaState, DeltaWeights, delta_window
 from surefoot.kernels.fused.linear import MAX_PARTS, SPLIT_FEATURES, Feed, Workspace, linear, tiling_of
 from surefoot.kernels.fused.moe import feed_parts, moe, moe_workspace
 from surefoot.kernels.fused.rows import Text, embed, final_norm, head_inputs
-from surefoot.kernels.linear import weight_of
+from surefoot.kernels.linear import weight_of, weights_of
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import Weight
 from surefoot.model.attention import Attention
@@ -178,7 +178,8 @@ class FusedBlock:
 
     def __init__(self, block: Block, mixer: FusedMixer, scratch: Scratch, then: Block | None) -> None:
         self._mixer, self._scratch = mixer, scratch
-        self._in, self._out = weight_of(block.mixer.in_proj), weight_of(block.mixer.out_proj)
+        self._in, self._out = weights_of(block.mixer.in_proj), weight_of(block.mixer.out_proj)
+        self._merged = sum(weight.shape[0] for weight in self._in)
         self._ffn = fuse_ffn(block.ffn, block.ffn_norm, scratch)
         self._next_norm = None if then is None else then.mixer_norm.scale
         self._eps = block.mixer_norm.eps
@@ -186,9 +187,13 @@ class FusedBlock:
     def __call__(self, x: Tensor, fed: Feed, slots: Tensor, start: Tensor, window: int) -> Feed:
         """x [B * window, H] float32, prepared in `fed` for the first norm; what x is prepared in afterwards."""
         rows, scratch = x.shape[0], self._scratch
-        merged = scratch.take("merged", rows, self._in.shape[0])
+        merged = scratch.take("merged", rows, self._merged)
         mixed = scratch.take("mixed", rows, self._out.shape[1])
-        linear(fed.scaled, self._in, merged, scratch.sums, squares=fed.squares, eps=self._eps, early=True)
+        column = 0
+        for weight in self._in:
+            part = merged[:, column : column + weight.shape[0]]
+            linear(fed.scaled, weight, part, scratch.sums, squares=fed.squares, eps=self._eps, early=True)
+            column += weight.shape[0]
         self._mixer(merged, mixed, slots, start, window)
         between = self._ffn.asks(rows, parts_of(self._out))
         linear(mixed, self._out, x, scratch.sums, epilogue="add", feed=between)

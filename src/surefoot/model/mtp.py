@@ -18,7 +18,7 @@ from surefoot.kernels.norm import RMSNorm
 from surefoot.model.block import Block
 from surefoot.model.decoder import Decoder, build_kv
 from surefoot.model.spans import Layout
-from surefoot.model.tensors import let_go
+from surefoot.model.tensors import Weights, let_go, whole
 
 
 class MTPHead:
@@ -28,14 +28,14 @@ class MTPHead:
     further layers' lanes, is not known for any published checkpoint.
     """
 
-    def __init__(self, decoder: Decoder, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, decoder: Decoder, tensors: Weights) -> None:
         self.config = decoder.config
         if self.config.mtp_layers != 1:
             raise CheckpointError(f"MTP head: expected one layer, found {self.config.mtp_layers}")
         self.decoder = decoder
         self.fc = decoder.linear(tensors["mtp.fc.weight"])
         self.embedding_norm, self.hidden_norm, self.norm = (
-            RMSNorm(1 + tensors[f"mtp.{n}.weight"].float(), self.config.norm_eps)
+            RMSNorm(1 + whole(tensors, f"mtp.{n}.weight").float(), self.config.norm_eps)
             for n in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
         )
         self.block = Block(self.config, tensors, "mtp.layers.0.", "full_attention", decoder.linear)

@@ -6,12 +6,43 @@ every other spelling to these.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from surefoot.config import ModelConfig
+from surefoot.kernels.quantise import Weight
 
 Shapes = dict[str, tuple[int, ...]]
+
+# The weights of linear layers that come in 8 bits as well as whole. The router, the rows that decide a DeltaNet's decay
+# and the embedding's table are not among them.
+NARROW = (
+    "_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", ".gate_up_proj", ".down_proj", "fc.weight",
+    "lm_head.weight",
+)  # fmt: skip
+
+
+class Weights(Protocol):
+    """A model's tensors by name, as a dict has them: what layers are built of, and let go of."""
+
+    def __getitem__(self, name: str, /) -> Weight:
+        """The tensor of this name."""
+
+    def __iter__(self) -> Iterator[str]:
+        """All names."""
+
+    def pop(self, name: str, /) -> Weight:
+        """The tensor of this name, no longer here."""
+
+
+def whole(tensors: Weights, name: str) -> Tensor:
+    """A tensor that is none of `NARROW`."""
+    tensor = tensors[name]
+    assert isinstance(tensor, Tensor), name
+    return tensor
 
 
 def target_shapes(config: ModelConfig) -> Shapes:
@@ -69,7 +100,7 @@ def random_tensors(
     return tensors
 
 
-def let_go(tensors: dict[str, Tensor], prefix: str) -> None:
+def let_go(tensors: Weights, prefix: str) -> None:
     """Forget the tensors `prefix + ...`, from which a layer has been built. A GPU gets their memory back: what the next
     layer is built into has other sizes and would not use it."""
     taken = [tensors.pop(name) for name in list(tensors) if name.startswith(prefix)]

@@ -143,7 +143,7 @@ def linear_reference(
     tiling: Tiling | None = None,
 ) -> None:
     """out = epilogue(x weight^T). x [R, K]; weight [N, K] (for "swiglu" [2 N, K]: gates, then ups); out
-    [R, N].
+    [R, N], which may be columns of a wider tensor.
 
     With `squares` [R, n] x is a `Feed`'s and the product is multiplied by 1 / sqrt(sum of a row / K + eps). "add" adds
     to out, "swiglu" stores silu(gate) * up. With `feed` (the next norm's scale [N], the Feed to fill) out is prepared
@@ -201,7 +201,8 @@ def linear(
         x, numbers, filler if squares is None else squares, row_scale, out,
         scale, into.scaled, into.squares,
         filler if workspace is None else workspace.sums, filler if workspace is None else workspace.counters,
-        rows, eps, N=features, K=inner, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, PARTS=tiling.parts,
+        rows, eps, N=features, STRIDE=out.stride(0), K=inner,
+        BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, PARTS=tiling.parts,
         SQUARES=0 if squares is None else squares.shape[1],
         SQUARES_BLOCK=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         SHRINK_IN=shrink_of(x.dtype), SHRINK_OUT=shrink_of(into.scaled.dtype),
@@ -222,8 +223,8 @@ def scaled_by_group(sums, scale, row, group, GROUPS: tl.constexpr):
 
 @triton.jit
 def _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, block, blocks, m, n, rows,
-            N: tl.constexpr, SQUARES: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr,
-            FEED: tl.constexpr):  # fmt: skip
+            N: tl.constexpr, STRIDE: tl.constexpr, SQUARES: tl.constexpr, GROUPS: tl.constexpr, PAIRED: tl.constexpr,
+            ADD: tl.constexpr, FEED: tl.constexpr):  # fmt: skip
     """The epilogue of a tile [16, BLOCK_N] of finished sums."""
     offsets = m[:, None] * N + n[None, :]
     mask = (m < rows)[:, None] & (n < N)[None, :]
@@ -239,7 +240,7 @@ def _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, blo
         gate = silu(gate) * up
     if ADD:
         gate += before
-    tl.store(out + offsets, gate.to(out.dtype.element_ty), mask)
+    tl.store(out + m[:, None] * STRIDE + n[None, :], gate.to(out.dtype.element_ty), mask)
     if FEED:
         gate = tl.where(mask, gate, 0.0)
         tl.store(squares + m * blocks + block, tl.sum(gate * gate, axis=1), m < rows)
@@ -249,10 +250,10 @@ def _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, blo
 @triton.jit(do_not_specialize=["rows"])  # one binary for any number of rows
 def _linear_kernel(
     x, weight, squares_in, row_scale, out, norm, scaled, squares, sums, counters, rows, eps,
-    N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    SQUARES: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SHRINK_IN: tl.constexpr, SHRINK_OUT: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr, FEED: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+    N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, SQUARES: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SHRINK_IN: tl.constexpr,
+    SHRINK_OUT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr,
+    FEED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -288,7 +289,7 @@ def _linear_kernel(
         square = tl.load(squares_in + m[:, None] * SQUARES + at[None, :], (m < rows)[:, None] & (at < SQUARES), 0.0)
     before = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     if ADD:
-        before = tl.load(out + m[:, None] * N + n[None, :], mask, 0.0).to(tl.float32)
+        before = tl.load(out + m[:, None] * STRIDE + n[None, :], mask, 0.0).to(tl.float32)
     gate = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     for step in range(per_part):
@@ -321,7 +322,7 @@ def _linear_kernel(
         factor = tl.rsqrt(tl.sum(square, axis=1) / K + eps) / SHRINK_IN
     if PARTS == 1:
         _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, block, blocks, m, n, rows, N,
-                SQUARES, GROUPS, PAIRED, ADD, FEED)  # fmt: skip
+                STRIDE, SQUARES, GROUPS, PAIRED, ADD, FEED)  # fmt: skip
     else:
         # The parts' sums go to memory; the last program to arrive adds them up in their order.
         width: tl.constexpr = N * (2 if PAIRED else 1)
@@ -340,5 +341,5 @@ def _linear_kernel(
                 if PAIRED:
                     up += tl.load(spot + other * stride + N, mask, 0.0)
             _finish(gate, up, before, gain, factor, row_scale, out, scaled, squares, block, blocks, m, n, rows, N,
-                    SQUARES, GROUPS, PAIRED, ADD, FEED)  # fmt: skip
+                    STRIDE, SQUARES, GROUPS, PAIRED, ADD, FEED)  # fmt: skip
             tl.store(counter, 0)
