@@ -173,6 +173,19 @@ class TestRun:
         assert "--draft-vocab 2" in reports[0]["machine"]["command"]
         assert reports[0]["step_bytes"]["draft"] < reports[1]["step_bytes"]["draft"]
 
+    def test_acceptance_can_be_set(self, model: Path, tmp_path: Path) -> None:
+        saved = tmp_path / "x.json"
+        result = call("-m", model, *SMALL, "-d", "ngram,mtp", "--synthetic-acceptance", "1,.5", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        assert "acceptance set to 1 0.5: the MTP head drafts" in result.stdout
+        assert "MTP, K = 2, set" in result.stdout
+        report = json.loads(saved.read_text())
+        assert report["config"]["synthetic_acceptance"] == [1.0, 0.5]
+        rows = {row["name"]: row for row in report["rows"]}
+        assert [name for name, row in rows.items() if row["acceptance_set"]] == ["MTP, K = 1", "MTP, K = 2"]
+        assert rows["MTP, K = 1"]["tokens_per_step"] == 2
+        assert rows["MTP, K = 1"]["kept_by_position"] == [1.0]
+
     def test_against_transformers(self, model: Path, tmp_path: Path) -> None:
         pytest.importorskip("transformers")
         saved = tmp_path / "x.json"
@@ -253,6 +266,8 @@ class TestBadInput:
             (("--draft-vocab", "0"), "draft_vocab"),
             (("--draft-vocab", "nowhere.json"), "nowhere.json"),
             (("--draft-vocab", "5", "--drafters", "ngram"), "draft_vocab"),
+            (("--synthetic-acceptance", ".5,.6"), "synthetic_acceptance"),
+            (("--synthetic-acceptance", ".5", "--drafters", "ngram"), "synthetic_acceptance"),
             (("--json", "/nowhere/x.json"), "--json"),
         ],
     )

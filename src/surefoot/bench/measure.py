@@ -33,7 +33,7 @@ class Sample:
 class Row:
     """One way to decode. Spreads are over the rounds, `to_plain` and `to_library` medians of ratios taken within each;
     `seconds` is the median round's, over all prompts. `kept_by_position`: the share of drafts that reach a position
-    whose token there was kept."""
+    whose token there was kept; where `acceptance_set`, drafts were overwritten to that end."""
 
     name: str
     drafter: str
@@ -44,6 +44,7 @@ class Row:
     tokens_per_step: float
     kept_by_position: list[float]
     seconds: dict[str, float]
+    acceptance_set: bool = False
 
 
 def decode(engine: Engine, prompts: Prompts, params: SamplingParams) -> Sample:
@@ -93,7 +94,7 @@ def rates(samples: Iterable[Sample]) -> list[float]:
     return [sample.counted / sample.seconds.decode_s for sample in samples]
 
 
-def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]]) -> Row:
+def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]], acceptance_set: bool = False) -> Row:
     """What the samples say of one of them; `method` None is `transformers`."""
     own = rates(samples[name])
     stats = samples[name][0].stats  # the same in every round
@@ -110,6 +111,7 @@ def make_row(name: str, method: Method | None, samples: Mapping[str, Seq[Sample]
         emitted / passes if passes else 1.0,
         kept_shares(stats),
         dict(vars(middle.seconds)),
+        acceptance_set,
     )
 
 

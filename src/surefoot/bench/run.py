@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,16 +28,19 @@ from surefoot.bench.passes import EagerPasses, Passes
 from surefoot.bench.prompts import random_prompts, text_prompts
 from surefoot.bench.report import Report
 from surefoot.bench.settings import PLAIN, Method, Settings
+from surefoot.bench.synthetic import Continuations, SyntheticDrafter, SyntheticStep
 from surefoot.bench.turns import Spread, take_turns
 from surefoot.engine.drafting import NEED_HEAD
 from surefoot.engine.engine import Engine, parse_device, parse_dtype
 from surefoot.engine.loaded import LoadedModel
+from surefoot.engine.runner import RunsItself
 from surefoot.errors import InputError
 from surefoot.loading.checkpoint import find_model
 from surefoot.loading.shapes import SHAPES
 from surefoot.model import DraftHead
 from surefoot.model.tensors import random_tensors
 from surefoot.sampling import SamplingParams
+from surefoot.types import Drafter, Target
 
 
 class Advance(Protocol):
@@ -86,19 +89,20 @@ def run(settings: Settings, stage: Stage = no_stage) -> Report:
         passes=passes,
         rows=rows,
         library_equal=equal,
-        notes=list(dict.fromkeys(note for engine in bench.engines.values() for note in engine.notes)),
+        notes=[*dict.fromkeys(note for engine in bench.engines.values() for note in engine.notes), *settings.notes],
     )
 
 
 @dataclass
 class Bench:
-    """A loaded model, the ways to decode with it, and the prompts, all checked."""
+    """A loaded model, the ways to decode with it, and the prompts, all checked. `texts` is what plain decoding gave."""
 
     settings: Settings
     model: LoadedModel
     draft_head: DraftHead | None
     methods: dict[str, Method]
     engines: dict[str, Engine]
+    texts: Continuations
     prompts: Prompts
     params: SamplingParams
 
@@ -112,15 +116,10 @@ class Bench:
                              f"it, as the model has, found {settings.max_len}")  # fmt: skip
         draft_head, _ = model.draft_head(settings.draft_vocab)  # which complains of a model without an MTP head
         methods = {method.name: method for method in settings.methods(model.head is not None)}
-        engines = {
-            name: Engine.over(
-                model, drafter=method.drafter, draft_length=method.depth, slots=settings.batch,
-                draft_vocab=settings.draft_vocab if method.drafter in NEED_HEAD else None,
-            )
-            for name, method in methods.items()
-        }  # fmt: skip
+        texts = Continuations()
+        engines = make_engines(settings, model, methods, texts)
         params = SamplingParams(max_new_tokens=settings.tokens, ignore_eos=True)
-        return cls(settings, model, draft_head, methods, engines, make_prompts(settings, model), params)
+        return cls(settings, model, draft_head, methods, engines, texts, make_prompts(settings, model), params)
 
     def check(self, stage: Stage) -> Verdict:
         """Decode every prompt by every method, and compare; compare windows with single steps. Warms up, too."""
@@ -129,6 +128,8 @@ class Bench:
             for done, (name, engine) in enumerate(self.engines.items()):
                 bar(done, len(self.engines))
                 outputs[name] = decode(engine, self.prompts, self.params).outputs
+                if name == PLAIN:
+                    self.texts.learn([prompt for batch in self.prompts for prompt in batch], outputs[name])
         check_outputs(outputs)
         with self._passes() as passes:
             sizes = [size for size in passes.sizes if size > 1]
@@ -174,7 +175,8 @@ class Bench:
                 bar(done, total)
 
             samples = measure(actions, self.settings.rounds, free=[LIBRARY], turn=turn)
-        rows = [make_row(name, self.methods.get(name), samples) for name in actions]
+        synthetic = [name for name, method in self.methods.items() if self.settings.sets_acceptance(method)]
+        rows = [make_row(name, self.methods.get(name), samples, name in synthetic) for name in actions]
         if library is None:
             return rows, None
         pairs = zip(samples[PLAIN][0].outputs, samples[LIBRARY][0].outputs, strict=True)
@@ -205,6 +207,33 @@ def load_model(settings: Settings, progress: Advance) -> LoadedModel:
     needs_head = any(name in NEED_HEAD for name in settings.drafters)
     return LoadedModel.from_checkpoint(settings.model, device=device, dtype=dtype, max_len=settings.max_len,
                                        mtp="require" if needs_head else "if-present", progress=progress)  # fmt: skip
+
+
+def make_engines(
+    settings: Settings, model: LoadedModel, methods: Mapping[str, Method], texts: Continuations
+) -> dict[str, Engine]:
+    """An engine for every method; where acceptance is set, one that overwrites drafts with what `texts` will know."""
+    slots, shares = settings.batch, settings.synthetic_acceptance
+    step = SyntheticStep(model.fused(slots), shares, texts) if shares and model.fits_kernels() else None
+    engines = {}
+    for name, method in methods.items():
+        vocabulary = settings.draft_vocab if method.drafter in NEED_HEAD else None
+        if not settings.sets_acceptance(method):
+            engines[name] = Engine.over(
+                model, drafter=method.drafter, draft_length=method.depth, slots=slots, draft_vocab=vocabulary
+            )
+            continue
+        draft_head, notes = model.draft_head(vocabulary)
+        target: Target | RunsItself | None = model.device_target(
+            method.drafter, method.depth, slots, draft_head, overwrite=step
+        )
+        if isinstance(target, RunsItself):
+            drafter: Drafter = target.drafter
+        else:
+            target, inner = model.target(slots), model.drafter(method.drafter, slots, draft_head)
+            drafter = SyntheticDrafter(inner, shares, texts, model.config.vocab_size)
+        engines[name] = Engine(target, drafter, method.depth, notes=[*model.notes, *notes])
+    return engines
 
 
 def make_prompts(settings: Settings, model: LoadedModel) -> Prompts:

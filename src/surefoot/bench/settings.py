@@ -50,6 +50,7 @@ class Settings:
     drafters: tuple[str, ...] = ()
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
     draft_vocab: int | str | None = None
+    synthetic_acceptance: tuple[float, ...] = ()
     tokens: int = 256
     rounds: int = 5
     against: str | None = None
@@ -78,6 +79,7 @@ class Settings:
         if self.draft_vocab is not None and self.drafters and not set(self.drafters) & set(NEED_HEAD):
             raise InputError("draft_vocab: expected with an MTP head's drafter, found drafters "
                              f"{', '.join(self.drafters)}")  # fmt: skip
+        self._check_acceptance()
 
     @property
     def max_len(self) -> int:
@@ -110,10 +112,44 @@ class Settings:
         return " ".join(words)
 
     def methods(self, with_head: bool) -> list[Method]:
-        """What is measured, plain decoding first. Drafters that were asked for are there in any case."""
+        """What is measured, plain decoding first. Drafters that were asked for are there in any case. Raises InputError
+        for a set acceptance without a head's drafter."""
         usable = [name for name in LABELS if with_head or name not in NEED_HEAD]
         chosen = [name for name in self.drafters or usable if name != "none"]
-        return [Method("none", 0), *(Method(name, depth) for name in chosen for depth in self.depths)]
+        if self.synthetic_acceptance and not set(chosen) & set(NEED_HEAD):
+            raise InputError("synthetic_acceptance: expected with drafts of an MTP head "
+                             f"({', '.join(NEED_HEAD)}), found drafters {', '.join(chosen) or 'none'}")  # fmt: skip
+        return [Method("none", 0), *(Method(name, depth) for name in chosen for depth in self._depths_of(name))]
+
+    def sets_acceptance(self, method: Method) -> bool:
+        """Whether the method's drafts are overwritten: a head's are, n-gram drafts mean something with any weights."""
+        return bool(self.synthetic_acceptance) and method.drafter in NEED_HEAD
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that belong to the figures."""
+        if not self.synthetic_acceptance:
+            return []
+        shares = " ".join(f"{share:g}" for share in self.synthetic_acceptance)
+        said = [f"acceptance set to {shares}: the MTP head drafts, then its drafts are overwritten"]
+        deeper = [depth for depth in self.depths if depth > len(self.synthetic_acceptance)]
+        if deeper:
+            said.append(f"MTP at K = {', '.join(map(str, deeper))} left out: acceptance is set for "
+                        f"{len(self.synthetic_acceptance)} positions")  # fmt: skip
+        return said
+
+    def _depths_of(self, drafter: str) -> list[int]:
+        most = len(self.synthetic_acceptance) if drafter in NEED_HEAD else 0
+        return [depth for depth in self.depths if depth <= (most or depth)]
+
+    def _check_acceptance(self) -> None:
+        shares = self.synthetic_acceptance
+        if not all(0 <= share <= 1 for share in shares) or list(shares) != sorted(shares, reverse=True):
+            raise InputError("synthetic_acceptance: expected shares from 0 to 1, none above the one before it, "
+                             f"found {', '.join(map(str, shares))}")  # fmt: skip
+        if shares and min(self.depths, default=0) > len(shares):
+            raise InputError(f"synthetic_acceptance: expected a share for each position up to the least depth, "
+                             f"{min(self.depths)}, found {len(shares)}")  # fmt: skip
 
     def resolved(self, methods: Seq[Method]) -> dict[str, Any]:
         """Every option as it was in force, without a path of this machine."""

@@ -77,7 +77,8 @@ def _speeds(report: Report) -> Table:
         spread = row.tokens_per_second
         ratio = [] if row.to_library is None else [f"{row.to_library:.2f}"]
         table.add_row(
-            row.name, f"{spread.median:.1f}", _ends(spread, 1), f"{row.to_plain:.2f}", *ratio,
+            f"{row.name}, set" if row.acceptance_set else row.name,
+            f"{spread.median:.1f}", _ends(spread, 1), f"{row.to_plain:.2f}", *ratio,
             f"{row.tokens_per_step:.2f}", " ".join(f"{share:.2f}" for share in row.kept_by_position),
             *(f"{row.seconds[name]:.2f}" if row.seconds[name] else "" for name in ("draft_s", "verify_s", "commit_s")),
         )  # fmt: skip

@@ -50,6 +50,7 @@ def settings_of(options: BenchOptions) -> Settings:
         drafters=_listed("--drafters", options.drafters, str),
         depths=_listed("--depths", options.depths, int),
         draft_vocab=number_or_file(options.draft_vocab),
+        synthetic_acceptance=_listed("--synthetic-acceptance", options.synthetic_acceptance, float),
         tokens=options.tokens,
         rounds=options.rounds,
         against=options.against,

@@ -114,6 +114,10 @@ class BenchOptions:
     ] = ""
     depths: Annotated[str, _option("--depths", "-k", help="Draft lengths.", panel=DRAFT)] = "1,2,3,4,5,6"
     draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
+    synthetic_acceptance: Annotated[
+        str, _option("--synthetic-acceptance", help="Shares of steps in which the MTP head's draft token 1, 2, ... is "
+                     "accepted, such as .92,.85,.67: its drafts are overwritten to that end.", panel=DRAFT)
+    ] = ""  # fmt: skip
     against: Annotated[
         str | None, _option("--against", help="transformers: measure its generate too.", panel=MEASURE)
     ] = None

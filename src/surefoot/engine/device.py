@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ class StepDrafter(NoDrafter):
         self.name = name
 
 
+class Overwrite(Protocol):
+    """Puts other drafts in the place of the drafter's own. It is recorded with the step, so it must not wait for the
+    host; what it writes are point masses, so no request under the p/q rule may meet it."""
+
+    def start(self, sequence: Sequence) -> None:
+        """The sequence has been put into its slot."""
+
+    def __call__(self, text: Text) -> None:
+        """`text.drafts` in place."""
+
+
 class DeviceStep:
     """One step for the first `batch` slots: up to `depth` draft tokens each, verification, acceptance, commit.
 
@@ -55,9 +66,11 @@ class DeviceStep:
     """
 
     def __init__(self, model: FusedModel, requests: Requests, slots: Tensor, drafter: DeviceDrafterName,
-                 depth: int, sampled: bool, draft_head: DraftHead | None = None) -> None:  # fmt: skip
+                 depth: int, sampled: bool, draft_head: DraftHead | None = None,
+                 overwrite: Overwrite | None = None) -> None:  # fmt: skip
+        assert not (sampled and overwrite), "an overwritten draft has no distribution"
         self._model, self._requests, self._drafter, self._depth = model, requests, drafter, depth
-        self._draft_head = draft_head
+        self._draft_head, self._overwrite = draft_head, overwrite
         device, progress, batch = slots.device, model.progress, len(slots)
         vocab_size = model.decoder.config.vocab_size
 
@@ -94,6 +107,8 @@ class DeviceStep:
         text, progress, window = self._text, self._model.progress, self._depth + 1
         if self._depth:
             self._draft()
+            if self._overwrite is not None:
+                self._overwrite(text)
         logits = self._model.score(text, window)
         choose(logits, self._requests, text.slots, text.length, self._workspace, self._choices, self._bad,
                window=window)  # fmt: skip
@@ -138,11 +153,11 @@ class DeviceTarget:
     """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs."""
 
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int,
-                 draft_head: DraftHead | None = None) -> None:  # fmt: skip
+                 draft_head: DraftHead | None = None, overwrite: Overwrite | None = None) -> None:  # fmt: skip
         self.model, self.decoder, self._draft_head = model, model.decoder, draft_head
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
         self.drafter: Drafter = StepDrafter(drafter)
-        self._name = drafter
+        self._name, self._overwrite = drafter, overwrite
         self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
         self._requests = Requests.empty(model.slots, device)
@@ -211,6 +226,8 @@ class DeviceTarget:
         model.progress.start(slot, prompt, hidden)
         self._requests.set(slot, sequence.params, sequence.limit)
         self._slots[slot] = slot
+        if self._overwrite is not None:
+            self._overwrite.start(sequence)
 
     def _read(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
         cache = self.model.prefill_cache
@@ -232,7 +249,7 @@ class DeviceTarget:
         """The step for the first `size` slots, recorded on first use."""
         if (size, sampled) not in self._steps:
             step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled,
-                              self._draft_head)  # fmt: skip
+                              self._draft_head, self._overwrite)  # fmt: skip
             if self._slots.is_cuda:
                 # While it is recorded, no slot is in use; what the step writes all the same is put back.
                 progress = self.model.progress

@@ -22,7 +22,7 @@ from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
 if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
-    from surefoot.engine.device import DeviceDrafterName, DeviceTarget
+    from surefoot.engine.device import DeviceDrafterName, DeviceTarget, Overwrite
     from surefoot.model.fused import FusedModel
 
 
@@ -52,7 +52,7 @@ class LoadedModel:
         self._targets: dict[int, DecoderTarget] = {}
         self._fused: dict[int, FusedModel] = {}
         self._draft_heads: dict[tuple[int, ...], DraftHead] = {}
-        self._device_targets: dict[tuple[str, int, int, DraftHead | None], DeviceTarget] = {}
+        self._device_targets: dict[tuple[str, int, int, DraftHead | None, Overwrite | None], DeviceTarget] = {}
         self._drafters: dict[tuple[str, int, DraftHead | None], Drafter] = {}
 
     @property
@@ -123,7 +123,12 @@ class LoadedModel:
         return self._targets[slots]
 
     def device_target(
-        self, drafter: str, draft_length: int, slots: int, draft_head: DraftHead | None = None
+        self,
+        drafter: str,
+        draft_length: int,
+        slots: int,
+        draft_head: DraftHead | None = None,
+        overwrite: Overwrite | None = None,
     ) -> DeviceTarget | None:
         """The target whose step, this drafter included, runs on the GPU alone; None where that cannot be: on a CPU, for
         shapes that the kernels do not take, for other drafters. Asked again, the same one."""
@@ -136,10 +141,12 @@ class LoadedModel:
         if drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
             return None
         depth = 0 if drafter == "none" else draft_length
-        key = (drafter, depth, slots, draft_head)
+        key = (drafter, depth, slots, draft_head, overwrite)
         if key not in self._device_targets:
             with torch.inference_mode():
-                target = DeviceTarget(self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head)
+                target = DeviceTarget(
+                    self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite
+                )
                 target.warm_up()
                 self._device_targets[key] = target
         return self._device_targets[key]
