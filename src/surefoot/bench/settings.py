@@ -15,6 +15,8 @@ from surefoot.sampling import require_int
 
 PLAIN = "plain"
 LABELS = {"none": PLAIN, "ngram": "n-gram", "mtp": "MTP", "mtp+ngram": "MTP + n-gram"}
+MTP_DEPTHS = (1, 2, 3, 4, 5, 6)
+COPIED = 4  # draft tokens of drafters that copy, if nobody said how many
 STEP_ROOM = 128  # positions behind the context that checking and timing single passes takes
 WEIGHTS = ("whole", "fp8")  # in `dtype`, or in 8 bits with scales
 
@@ -35,9 +37,11 @@ class Method:
 @dataclass(frozen=True)
 class Settings:
     """Options of a run. One of `model` (a name, folder or hub id) and `shape` (random weights) is set. `prompts` is the
-    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens`; all are checked, and
-    measured in `rounds` rounds. Empty `drafters` are all that the model has parts for; those with its head draft among
-    the tokens of `draft_vocab` (`Engine.from_pretrained`). Raises InputError."""
+    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens` (None: 3, or 1 with
+    random weights); all are checked, and measured in `rounds` rounds, of fewer if a drafter's would take more than
+    `seconds`. Empty `drafters` are all that the model has parts for, those with its head draft among the tokens of
+    `draft_vocab` (`Engine.from_pretrained`); empty `depths` are 1 to 6 for the MTP head and 4 for drafters that copy.
+    Raises InputError."""
 
     model: str | None = None
     shape: str | None = None
@@ -46,13 +50,14 @@ class Settings:
     weights: str = "whole"
     context: int = 1024
     batch: int = 1
-    prompts: int = 3
+    prompts: int | None = None
     drafters: tuple[str, ...] = ()
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    depths: tuple[int, ...] = ()
     draft_vocab: int | str | None = None
     synthetic_acceptance: tuple[float, ...] = ()
-    tokens: int = 256
-    rounds: int = 5
+    tokens: int = 128
+    rounds: int = 3
+    seconds: float = 20.0
     against: str | None = None
     seed: int = 0
 
@@ -68,8 +73,11 @@ class Settings:
         if self.weights == "fp8" and (device.type == "cpu" or self.shape is None):
             raise InputError("weights: expected fp8 with a shape on a GPU only, "
                              f"found device {self.device}, shape {shown(self.shape)}")  # fmt: skip
-        for name in ("context", "batch", "prompts", "rounds"):
-            require_int(name, getattr(self, name), low=1)
+        for name, value in (("context", self.context), ("batch", self.batch), ("rounds", self.rounds),
+                            ("prompts", self.batches)):  # fmt: skip
+            require_int(name, value, low=1)
+        if not self.seconds > 0:
+            raise InputError(f"seconds: expected more than 0, found {self.seconds}")
         require_int("tokens", self.tokens, low=2)  # against transformers one of them is taken off
         require_int("seed", self.seed, low=0)
         for drafter in self.drafters:
@@ -85,6 +93,11 @@ class Settings:
     def max_len(self) -> int:
         """Positions that the run needs."""
         return self.context + max(self.tokens, STEP_ROOM)
+
+    @property
+    def batches(self) -> int:
+        """How many batches of prompts there are."""
+        return (1 if self.shape is not None else 3) if self.prompts is None else self.prompts
 
     @property
     def label(self) -> str:
@@ -132,7 +145,7 @@ class Settings:
             return []
         shares = " ".join(f"{share:g}" for share in self.synthetic_acceptance)
         said = [f"acceptance set to {shares}: the MTP head drafts, then its drafts are overwritten"]
-        deeper = [depth for depth in self.depths if depth > len(self.synthetic_acceptance)]
+        deeper = [depth for depth in self.depths or MTP_DEPTHS if depth > len(self.synthetic_acceptance)]
         if deeper:
             said.append(f"MTP at K = {', '.join(map(str, deeper))} left out: acceptance is set for "
                         f"{len(self.synthetic_acceptance)} positions")  # fmt: skip
@@ -140,7 +153,8 @@ class Settings:
 
     def _depths_of(self, drafter: str) -> list[int]:
         most = len(self.synthetic_acceptance) if drafter in NEED_HEAD else 0
-        return [depth for depth in self.depths if depth <= (most or depth)]
+        depths = self.depths or (MTP_DEPTHS if drafter == "mtp" else (min(COPIED, most or COPIED),))
+        return [depth for depth in depths if depth <= (most or depth)]
 
     def _check_acceptance(self) -> None:
         shares = self.synthetic_acceptance
@@ -154,7 +168,9 @@ class Settings:
     def resolved(self, methods: Seq[Method]) -> dict[str, Any]:
         """Every option as it was in force, without a path of this machine."""
         drafters = list(dict.fromkeys(method.drafter for method in methods))
-        return {**vars(self), **self.without_paths, "drafters": drafters, "max_len": self.max_len, "temperature": 0.0,
+        depths = sorted({method.depth for method in methods if method.depth})
+        return {**vars(self), **self.without_paths, "drafters": drafters, "depths": depths, "prompts": self.batches,
+                "max_len": self.max_len, "temperature": 0.0,
                 "ignore_eos": True}  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +50,7 @@ class LoadedModel:
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
         self._folder = folder
+        self._most = decoder.max_len
         self._targets: dict[int, DecoderTarget] = {}
         self._fused: dict[int, FusedModel] = {}
         self._draft_heads: dict[tuple[int, ...], DraftHead] = {}
@@ -128,10 +130,13 @@ class LoadedModel:
         draft_length: int,
         slots: int,
         draft_head: DraftHead | None = None,
+        *,
         overwrite: Overwrite | None = None,
+        progress: Progress | None = None,
     ) -> DeviceTarget | None:
         """The target whose step, this drafter included, runs on the GPU alone; None where that cannot be: on a CPU, for
-        shapes that the kernels do not take, for other drafters. Asked again, the same one."""
+        shapes that the kernels do not take, for other drafters. Asked again, the same one. `progress(done, total)`
+        follows the recording of its steps."""
         if not self.fits_kernels():
             return None
         from surefoot.engine.device import DEVICE_DRAFTERS, DeviceTarget
@@ -147,7 +152,7 @@ class LoadedModel:
                 target = DeviceTarget(
                     self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite
                 )
-                target.warm_up()
+                target.warm_up(progress=progress)
                 self._device_targets[key] = target
         return self._device_targets[key]
 
@@ -176,3 +181,15 @@ class LoadedModel:
             with torch.inference_mode():
                 self._drafters[key] = build_drafter(name, self.head, slots, draft_head)
         return self._drafters[key]
+
+    def clear(self, max_len: int | None = None) -> None:
+        """Forget all caches and recorded steps, with what is left of the engines over them. New ones have room for
+        `max_len` tokens, but at most for as many as the model was loaded with. Raises InputError below 1."""
+        for owned in (self._targets, self._fused, self._device_targets, self._drafters):
+            owned.clear()
+        if max_len is not None:
+            require_int("max_len", max_len, low=1)
+            self.decoder.max_len = min(max_len, self._most)
+        if self.decoder.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
