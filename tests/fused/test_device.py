@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,35 @@ def test_a_draft_vocabulary_is_the_hosts(
     assert ours == theirs
     assert {token for drafts, _ in ours for token in drafts} <= set(ids)
     assert rule == "rejection" or [token for _, tokens in ours for token in tokens] == plain.token_ids
+
+
+def test_a_prompt_that_was_kept_is_not_read_again(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prefill = Decoder.prefill
+
+    def counted(self: Decoder, tokens: list[int], *others: Any) -> torch.Tensor:
+        read.append(len(tokens))
+        return prefill(self, tokens, *others)
+
+    monkeypatch.setattr(Decoder, "prefill", counted)
+    params = SamplingParams(max_new_tokens=3)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        model = FusedModel(decoder, head, 1, 2)
+        model.prefill_cache.keep_prompts()
+        target = DeviceTarget(model, "mtp", 1)
+        expected = outputs(target, sequences(params, 1))
+        assert outputs(target, sequences(params, 1)) == outputs(target.plain(), sequences(params, 1)) == expected
+        assert read == [4]
+        target.score([5, 9])  # takes the slot
+        assert outputs(target, sequences(params, 1)) == expected
+        assert read == [4, 2, 4]
+
+
+@torch.inference_mode()
+def test_warming_up_tells_how_far_it_is(device: torch.device) -> None:
+    decoder, head = build(device)
+    target, told = DeviceTarget(FusedModel(decoder, head, 3, 2), "mtp", 1), []
+    target.warm_up(progress=lambda done, total: told.append((done, total)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert list(target.steps) == [(1, False), (2, False), (3, False)]

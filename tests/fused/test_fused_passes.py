@@ -7,6 +7,7 @@ import torch
 
 from surefoot.bench.fused import FusedPasses
 from surefoot.bench.lossless import NotLosslessError, check_windows
+from surefoot.bench.prompts import random_prompts
 from surefoot.bench.turns import take_turns
 from surefoot.kernels.fused.rows import Text
 from surefoot.kernels.linear import LinearFactory
@@ -21,7 +22,7 @@ CONFIG = tiny_config(linear_value_dim=16, layer_types=("linear_attention", "full
 def build(device: torch.device, kind: type[FusedModel] = FusedModel) -> FusedPasses:
     tensors = random_tensors(CONFIG, 0, device)
     decoder = Decoder(CONFIG, tensors, 64, LinearFactory(pack=False))
-    return FusedPasses(kind(decoder, MTPHead(decoder, tensors), 2, 4), 7)
+    return FusedPasses(kind(decoder, MTPHead(decoder, tensors), 2, 4), random_prompts(CONFIG.vocab_size, 2, 8))
 
 
 class Wrong(FusedModel):

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from typer.testing import CliRunner, Result
 
 from surefoot.bench.cost import Ceiling, StepBytes, step_bytes
 from surefoot.bench.lossless import NotLosslessError, check_outputs
-from surefoot.bench.measure import LIBRARY, Sample, make_row, measure
+from surefoot.bench.measure import LIBRARY, Batch, Sample, make_row, measure
 from surefoot.bench.prompts import held_out, random_prompts, text_prompts
 from surefoot.bench.settings import PLAIN, Method, Settings
 from surefoot.cli.main import app
 from surefoot.drafters.mtp import MTPDrafter
+from surefoot.drafters.none import NoDrafter
 from surefoot.engine.engine import Engine
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.stats import Seconds, Stats
@@ -30,6 +32,7 @@ from surefoot.loading.tiny import byte_tokenizer, tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
 from surefoot.sampling import SamplingParams
 from surefoot.types import Scores, Window
+from tests.fakes import TableTarget, hashed_rows
 
 CONFIG = tiny_config(layer_types=("linear_attention", "full_attention"))
 SMALL = ("--context", 9, "--tokens", 6, "--rounds", 2, "--prompts", 2, "--depths", "1,2", "--dtype", "float32")
@@ -96,7 +99,7 @@ class TestPrompts:
 
 def sample(seconds: float, tokens: int = 4) -> Sample:
     stats = Stats(steps=2, tokens=tokens, proposed_by_position=[2], accepted_by_position=[1])
-    return Sample([[1] * tokens], tokens, Seconds(decode_s=seconds, verify_s=seconds / 2), [stats])
+    return Sample([[1] * tokens], tokens, 2, Seconds(decode_s=seconds, verify_s=seconds / 2), [stats])
 
 
 class TestRows:
@@ -108,15 +111,38 @@ class TestRows:
         row = make_row("MTP, K = 1", Method("mtp", 1), samples)
         assert (row.tokens_per_second.median, row.to_plain, row.to_library) == pytest.approx((4, 2, 8))
         assert (row.tokens_per_second.least, row.tokens_per_second.most) == pytest.approx((4 / 30, 4))
+        assert row.step_ms == pytest.approx(500)
         assert (row.tokens_per_step, row.kept_by_position, row.seconds["verify_s"]) == (2.0, [0.5], 0.5)
         assert make_row(PLAIN, None, {PLAIN: samples[PLAIN]}).to_library is None
 
     def test_every_round_is_checked(self) -> None:
         rounds = iter([[[1, 2]], [[1, 3]]])
-        actions = {PLAIN: lambda: Sample([[1, 2]], 2, Seconds()), "x": lambda: Sample(next(rounds), 2, Seconds())}
+
+        def same(batch: Batch) -> Sample:
+            return Sample([[1, 2]], 2, 1, Seconds())
+
+        def changing(batch: Batch) -> Sample:
+            return Sample(next(rounds), 2, 1, Seconds())
+
+        def other(batch: Batch) -> Sample:
+            return Sample([[7]], 1, 1, Seconds())
+
         with pytest.raises(NotLosslessError, match="x, prompt 0: token 1"):
-            measure(actions, 2)
-        assert len(measure({**actions, "x": lambda: Sample([[7]], 1, Seconds())}, 2, free=["x"])["x"]) == 2
+            measure({PLAIN: same, "x": changing}, [[[5]]], 2)
+        assert len(measure({PLAIN: same, "x": other}, [[[5]]], 2, free=["x"])["x"]) == 2
+
+    def test_batches_come_one_after_the_other_and_are_joined(self) -> None:
+        calls: list[tuple[str, int]] = []
+
+        def action(name: str, batch: Batch) -> Sample:
+            calls.append((name, batch[0][0]))
+            return Sample([list(batch[0])], 1, 1, Seconds(decode_s=2.0), [Stats(steps=1)])
+
+        samples = measure({name: partial(action, name) for name in (PLAIN, "x")}, [[[5]], [[6]]], 2)
+        assert calls == [(name, token) for token in (5, 6) for _ in range(2) for name in (PLAIN, "x")]
+        assert [sample.outputs for sample in samples["x"]] == [[[5], [6]]] * 2
+        last = samples["x"][1]
+        assert (last.counted, last.steps, last.seconds.decode_s, len(last.stats)) == (2, 2, 4.0, 2)
 
 
 def test_all_that_differs_is_named() -> None:
@@ -126,9 +152,17 @@ def test_all_that_differs_is_named() -> None:
 
 
 def test_settings_spell_their_command() -> None:
-    settings = Settings(shape="qwen3.5-0.8b", depths=(1, 2), rounds=3)
-    assert settings.command == "surefoot bench --shape qwen3.5-0.8b --depths 1,2 --rounds 3"
+    settings = Settings(shape="qwen3.5-0.8b", depths=(1, 2), rounds=5)
+    assert settings.command == "surefoot bench --shape qwen3.5-0.8b --depths 1,2 --rounds 5"
     assert [method.name for method in settings.methods(with_head=False)] == [PLAIN, "n-gram, K = 1", "n-gram, K = 2"]
+
+
+def test_by_default_the_head_drafts_at_every_depth_and_copies_at_one() -> None:
+    settings = Settings(shape="qwen3.5-0.8b")
+    names = [method.name for method in settings.methods(with_head=True)]
+    assert names == [PLAIN, "n-gram, K = 4", *(f"MTP, K = {k}" for k in range(1, 7)), "MTP + n-gram, K = 4"]
+    assert settings.resolved(settings.methods(True))["depths"] == [1, 2, 3, 4, 5, 6]
+    assert (settings.batches, Settings(model="x").batches) == (1, 3)
 
 
 class TestRun:
@@ -172,6 +206,68 @@ class TestRun:
         assert str(tmp_path) not in json.dumps(reports)
         assert "--draft-vocab 2" in reports[0]["machine"]["command"]
         assert reports[0]["step_bytes"]["draft"] < reports[1]["step_bytes"]["draft"]
+
+    def test_cells_share_weights_and_have_a_report_each(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loads: list[int] = []
+        load = LoadedModel.from_checkpoint
+
+        def counted(*arguments: Any, **options: Any) -> LoadedModel:
+            loads.append(options["max_len"])
+            return load(*arguments, **options)
+
+        monkeypatch.setattr(LoadedModel, "from_checkpoint", counted)
+        saved = tmp_path / "x.json"
+        result = call("-m", model, *SMALL, "--context", "9,20", "--batch", "1,2", "-d", "ngram", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        assert loads == [20 + 128]
+        reports = json.loads(saved.read_text())
+        cells = [(report["config"]["context"], report["config"]["batch"]) for report in reports]
+        assert cells == [(9, 1), (9, 2), (20, 1), (20, 2)]
+        for report in reports:
+            batch, context = report["config"]["batch"], report["config"]["context"]
+            assert report["lossless"]["prompts"] == 2 * batch
+            assert report["config"]["max_len"] == context + 128
+            assert f"--context {context}" in report["machine"]["command"]
+            assert report["memory"]["kv"] == batch * reports[0]["memory"]["kv"] * (context + 128) // 137
+        assert "of the ceiling" in result.stdout  # the summary
+        assert result.stdout.count("lossless: 3 ways") == 4
+
+    def test_start_up_memory_and_stages_are_told(self, model: Path, tmp_path: Path) -> None:
+        saved = tmp_path / "x.json"
+        result = call("-m", model, *SMALL, "-d", "mtp", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        assert "start to first token" in result.stdout
+        assert "keys and values" in result.stdout
+        report = json.loads(saved.read_text())
+        start, memory = report["start_up"], report["memory"]
+        assert start["recording_s"] == {}  # nothing is recorded on a CPU
+        assert start["total_s"] == pytest.approx(start["loading_s"] + start["first_token_s"])
+        assert memory["graphs"] == 0
+        assert memory["total"] == sum(size for name, size in memory.items() if name != "total")
+        assert next(iter(report["seconds"])) == "loading"
+        assert "measuring" in report["seconds"]
+
+    def test_a_method_takes_only_so_long(self, model: Path, tmp_path: Path) -> None:
+        saved = tmp_path / "x.json"
+        result = call("-m", model, *SMALL, "-d", "ngram", "--seconds", "1e-9", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        assert "1 rounds in place of 2" in result.stdout
+        assert json.loads(saved.read_text())["config"]["rounds"] == 1
+
+    def test_acceptance_can_be_set(self, model: Path, tmp_path: Path) -> None:
+        saved = tmp_path / "x.json"
+        result = call("-m", model, *SMALL, "-d", "ngram,mtp", "--synthetic-acceptance", "1,.5", "--json", saved)
+        assert result.exit_code == 0, result.stderr
+        assert "acceptance set to 1 0.5: the MTP head drafts" in result.stdout
+        assert "MTP, K = 2, set" in result.stdout
+        report = json.loads(saved.read_text())
+        assert report["config"]["synthetic_acceptance"] == [1.0, 0.5]
+        rows = {row["name"]: row for row in report["rows"]}
+        assert [name for name, row in rows.items() if row["acceptance_set"]] == ["MTP, K = 1", "MTP, K = 2"]
+        assert rows["MTP, K = 1"]["tokens_per_step"] == 2
+        assert rows["MTP, K = 1"]["kept_by_position"] == [1.0]
 
     def test_against_transformers(self, model: Path, tmp_path: Path) -> None:
         pytest.importorskip("transformers")
@@ -246,6 +342,11 @@ class TestBadInput:
             (("--rounds", "0"), "rounds"),
             (("--tokens", "1"), "tokens"),
             (("--context", "600"), "context"),
+            (("--context", "9,600"), "context"),
+            (("--context", ","), "--context"),
+            (("--batch", "1,x"), "--batch"),
+            (("--batch", "1,2", "--plot", "x.png"), "--plot"),
+            (("--seconds", "0"), "seconds"),
             (("--drafters", "magic"), "drafters"),
             (("--depths", "1,x"), "--depths"),
             (("--depths", "0"), "draft_length"),
@@ -253,6 +354,8 @@ class TestBadInput:
             (("--draft-vocab", "0"), "draft_vocab"),
             (("--draft-vocab", "nowhere.json"), "nowhere.json"),
             (("--draft-vocab", "5", "--drafters", "ngram"), "draft_vocab"),
+            (("--synthetic-acceptance", ".5,.6"), "synthetic_acceptance"),
+            (("--synthetic-acceptance", ".5", "--drafters", "ngram"), "synthetic_acceptance"),
             (("--json", "/nowhere/x.json"), "--json"),
         ],
     )
@@ -293,6 +396,41 @@ class TestOneModelManyEngines:
         expected = plain.generate([5, 6, 7], params).token_ids
         for engine in (mtp, deeper, plain, mtp):
             assert engine.generate([5, 6, 7], params).token_ids == expected
+
+    def test_caches_can_be_dropped_for_shorter_ones(self) -> None:
+        loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)
+        long = Engine.over(loaded, drafter="mtp")
+        expected = long.generate([5, 6, 7], SamplingParams(max_new_tokens=12)).token_ids
+        loaded.clear(20)
+        short = Engine.over(loaded, drafter="mtp")
+        assert (long.target.max_len, short.target.max_len) == (40, 20)
+        assert short.target is not long.target
+        assert short.memory().kv == long.memory().kv // 2
+        assert short.memory().weights == long.memory().weights
+        assert short.generate([5, 6, 7], SamplingParams(max_new_tokens=12)).token_ids == expected
+        loaded.clear(100)
+        assert Engine.over(loaded, drafter="none", draft_length=0).target.max_len == 40
+        with pytest.raises(InputError, match="max_len"):
+            loaded.clear(0)
+
+    def test_memory_is_that_of_the_tensors(self) -> None:
+        tensors = random_tensors(CONFIG, 1)
+        stored = sum(tensor.nbytes for tensor in tensors.values())
+        loaded = LoadedModel.from_tensors(CONFIG, tensors, 40)
+        plain = Engine.over(loaded, drafter="none", draft_length=0).memory()
+        target = loaded.target(1)
+        kv, recurrent = (
+            sum(layer.bytes_per_slot for layer in target.cache.layers if hasattr(layer, "conv_past") == own)
+            for own in (False, True)
+        )
+        assert (plain.kv, plain.recurrent, plain.graphs) == (kv, recurrent, 0)
+        drafting = Engine.over(loaded, drafter="mtp").memory()
+        assert drafting.kv == 2 * kv  # the head's lane is as long
+        assert drafting.weights > plain.weights  # the head's own
+        assert stored <= drafting.weights < 2.2 * stored  # packed, with the head beside the embedding
+        assert drafting.total == sum((drafting.weights, drafting.kv, drafting.recurrent, drafting.work))
+        with pytest.raises(InputError, match="memory: expected a checkpoint's target, found TableTarget"):
+            Engine(TableTarget(hashed_rows(5), 5), NoDrafter(), 0).memory()
 
     def test_a_draft_model_has_to_be_built_first(self) -> None:
         loaded = LoadedModel.from_tensors(CONFIG, random_tensors(CONFIG, 1), 40)

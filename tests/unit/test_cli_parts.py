@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from surefoot.cli.options import Options
+from surefoot.cli.progress import LateBar
 from surefoot.cli.prompt import read_prompt
 from surefoot.cli.steps import render, token_shower
 from surefoot.engine.loop import StepRecord
@@ -120,3 +121,14 @@ class TestStep:
         show = token_shower(Tokenizer(byte_tokenizer()))
         assert [show(token) for token in (10, 0xE9, 257, 259)] == ['"\\n"', "#233", '"<|im_start|>"', "#259"]
         assert token_shower(None)(7) == "#7"
+
+
+def test_a_bar_that_starts_anew_has_the_next_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with LateBar("loading", "recording", after=0) as bar:
+        labels = []
+        for done in (1, 5, 1, 2, 1):
+            bar(done, 5)
+            assert bar._progress is not None
+            labels.append(bar._progress.tasks[0].description)
+    assert labels == ["loading", "loading", "recording", "recording", "recording"]

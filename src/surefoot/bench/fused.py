@@ -10,38 +10,36 @@ import torch
 from torch import Tensor
 
 from surefoot.bench.prompts import random_tokens
-from surefoot.bench.turns import Action
+from surefoot.bench.turns import Action, timed
+from surefoot.engine.device import read_prompt
 from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
 from surefoot.model import DraftHead
 from surefoot.model.fused import FusedModel
 
 SIZES = range(1, 17)
-REPLAYS = 20  # timed together: a graph is launched in less time than a clock is read around a wait
+REPLAYS = 20  # at most, timed together: a graph is launched in less time than a clock is read around a wait
+TIMING = 0.01  # seconds that such a timing takes, if so many replays do
 
 
 class FusedPasses:
-    """Passes of a FusedModel. Timed ones stand at the context again and again, behind a window of which one token was
-    kept."""
+    """Passes of a FusedModel, behind a prompt in every slot (all equally long), whose last token is read with what
+    follows. Timed ones stand there again and again, behind a window of which one token was kept."""
 
-    def __init__(self, model: FusedModel, context: int, draft_head: DraftHead | None = None) -> None:
-        self.context, self.calls = context, REPLAYS if model.decoder.device.type == "cuda" else 1
+    def __init__(self, model: FusedModel, prompts: Seq[list[int]], draft_head: DraftHead | None = None) -> None:
+        self.context, self.calls = len(prompts[0]) - 1, 1
         self.sizes: Seq[int] = [size for size in SIZES if size <= model.window]
         self.vocab_size = model.decoder.config.vocab_size
-        self._model, self._draft_head = model, draft_head
+        self._model, self._prompts, self._draft_head = model, prompts, draft_head
         self._cuda = model.decoder.device.type == "cuda"
-        tokens = torch.tensor([random_tokens(self.vocab_size, max(1, model.window - 1))], dtype=torch.int32)
-        slots = torch.arange(model.slots, dtype=torch.int32)
-        self._slots, self._drafts = (tensor.to(model.decoder.device) for tensor in (slots, tokens))
+        tokens = [random_tokens(self.vocab_size, max(1, model.window - 1), slot + 1) for slot in range(model.slots)]
+        self._drafts = torch.tensor(tokens, dtype=torch.int32).to(model.decoder.device)
+        self._slots = torch.arange(model.slots, dtype=torch.int32).to(model.decoder.device)
 
     def start(self) -> None:
-        """Read the context into every slot anew."""
-        model, tokens = self._model, random_tokens(self.vocab_size, self.context + 1)
-        for slot in range(model.slots):
-            model.prefill_cache.reset(slot)
-            hidden = model.decoder.prefill(tokens[:-1], model.prefill_cache, slot)[-1]
-            model.prefill_cache.finish(slot)
-            model.progress.start(slot, tokens, hidden)
+        """Read the prompts, if the cache does not have them."""
+        for slot, prompt in enumerate(self._prompts):
+            read_prompt(self._model, slot, prompt)
 
     def read(self, tokens: Seq[int], keep: int) -> Tensor:
         """A window of slot 0; the next one applies what was kept."""
@@ -57,14 +55,15 @@ class FusedPasses:
     def actions(self) -> dict[str, Action]:
         """On a GPU each is the replay of a recorded graph."""
         model = self._model
-        drafts = self._drafts.expand(model.slots, -1).contiguous()
-        text = self._text(self._slots, drafts)
+        text = self._text(self._slots, self._drafts)
         self.start()
         model.progress.replay.fill_(1)
         actions = {f"verify {size}": self._recorded(partial(model.score, text, size)) for size in self.sizes}
         if model.head is not None:
             draft = partial(model.draft_next, text, model.progress.length, self._draft_head)
             actions["draft"] = self._recorded(draft)
+        if self._cuda:
+            self.calls = max(1, min(REPLAYS, round(TIMING / timed(actions["verify 1"], self.wait))))
         return actions
 
     def rewind(self) -> None:

@@ -15,6 +15,8 @@ from surefoot.sampling import require_int
 
 PLAIN = "plain"
 LABELS = {"none": PLAIN, "ngram": "n-gram", "mtp": "MTP", "mtp+ngram": "MTP + n-gram"}
+MTP_DEPTHS = (1, 2, 3, 4, 5, 6)
+COPIED = 4  # draft tokens of drafters that copy, if nobody said how many
 STEP_ROOM = 128  # positions behind the context that checking and timing single passes takes
 
 
@@ -34,9 +36,11 @@ class Method:
 @dataclass(frozen=True)
 class Settings:
     """Options of a run. One of `model` (a name, folder or hub id) and `shape` (random weights) is set. `prompts` is the
-    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens`; all are checked, and
-    measured in `rounds` rounds. Empty `drafters` are all that the model has parts for; those with its head draft among
-    the tokens of `draft_vocab` (`Engine.from_pretrained`). Raises InputError."""
+    number of batches of `batch` texts, each of `context` tokens, that are continued by `tokens` (None: 3, or 1 with
+    random weights); all are checked, and measured in `rounds` rounds, of fewer if a drafter's would take more than
+    `seconds`. Empty `drafters` are all that the model has parts for, those with its head draft among the tokens of
+    `draft_vocab` (`Engine.from_pretrained`); empty `depths` are 1 to 6 for the MTP head and 4 for drafters that copy.
+    Raises InputError."""
 
     model: str | None = None
     shape: str | None = None
@@ -45,12 +49,14 @@ class Settings:
     weights: str = "whole"
     context: int = 1024
     batch: int = 1
-    prompts: int = 3
+    prompts: int | None = None
     drafters: tuple[str, ...] = ()
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    depths: tuple[int, ...] = ()
     draft_vocab: int | str | None = None
-    tokens: int = 256
-    rounds: int = 5
+    synthetic_acceptance: tuple[float, ...] = ()
+    tokens: int = 128
+    rounds: int = 3
+    seconds: float = 20.0
     against: str | None = None
     seed: int = 0
 
@@ -64,8 +70,11 @@ class Settings:
         check_weights(self.weights, device)
         if self.weights == "fp8" and self.shape is None:
             raise InputError(f"weights: expected fp8 with a shape only, found model {shown(self.model)}")
-        for name in ("context", "batch", "prompts", "rounds"):
-            require_int(name, getattr(self, name), low=1)
+        for name, value in (("context", self.context), ("batch", self.batch), ("rounds", self.rounds),
+                             ("prompts", self.batches)):  # fmt: skip
+            require_int(name, value, low=1)
+        if not self.seconds > 0:
+            raise InputError(f"seconds: expected more than 0, found {self.seconds}")
         require_int("tokens", self.tokens, low=2)  # against transformers one of them is taken off
         require_int("seed", self.seed, low=0)
         for drafter in self.drafters:
@@ -75,11 +84,17 @@ class Settings:
         if self.draft_vocab is not None and self.drafters and not set(self.drafters) & set(NEED_HEAD):
             raise InputError("draft_vocab: expected with an MTP head's drafter, found drafters "
                              f"{', '.join(self.drafters)}")  # fmt: skip
+        self._check_acceptance()
 
     @property
     def max_len(self) -> int:
         """Positions that the run needs."""
         return self.context + max(self.tokens, STEP_ROOM)
+
+    @property
+    def batches(self) -> int:
+        """How many batches of prompts there are."""
+        return (1 if self.shape is not None else 3) if self.prompts is None else self.prompts
 
     @property
     def label(self) -> str:
@@ -107,15 +122,52 @@ class Settings:
         return " ".join(words)
 
     def methods(self, with_head: bool) -> list[Method]:
-        """What is measured, plain decoding first. Drafters that were asked for are there in any case."""
+        """What is measured, plain decoding first. Drafters that were asked for are there in any case. Raises InputError
+        for a set acceptance without a head's drafter."""
         usable = [name for name in LABELS if with_head or name not in NEED_HEAD]
         chosen = [name for name in self.drafters or usable if name != "none"]
-        return [Method("none", 0), *(Method(name, depth) for name in chosen for depth in self.depths)]
+        if self.synthetic_acceptance and not set(chosen) & set(NEED_HEAD):
+            raise InputError("synthetic_acceptance: expected with drafts of an MTP head "
+                             f"({', '.join(NEED_HEAD)}), found drafters {', '.join(chosen) or 'none'}")  # fmt: skip
+        return [Method("none", 0), *(Method(name, depth) for name in chosen for depth in self._depths_of(name))]
+
+    def sets_acceptance(self, method: Method) -> bool:
+        """Whether the method's drafts are overwritten: a head's are, n-gram drafts mean something with any weights."""
+        return bool(self.synthetic_acceptance) and method.drafter in NEED_HEAD
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that belong to the figures."""
+        if not self.synthetic_acceptance:
+            return []
+        shares = " ".join(f"{share:g}" for share in self.synthetic_acceptance)
+        said = [f"acceptance set to {shares}: the MTP head drafts, then its drafts are overwritten"]
+        deeper = [depth for depth in self.depths or MTP_DEPTHS if depth > len(self.synthetic_acceptance)]
+        if deeper:
+            said.append(f"MTP at K = {', '.join(map(str, deeper))} left out: acceptance is set for "
+                        f"{len(self.synthetic_acceptance)} positions")  # fmt: skip
+        return said
+
+    def _depths_of(self, drafter: str) -> list[int]:
+        most = len(self.synthetic_acceptance) if drafter in NEED_HEAD else 0
+        depths = self.depths or (MTP_DEPTHS if drafter == "mtp" else (min(COPIED, most or COPIED),))
+        return [depth for depth in depths if depth <= (most or depth)]
+
+    def _check_acceptance(self) -> None:
+        shares = self.synthetic_acceptance
+        if not all(0 <= share <= 1 for share in shares) or list(shares) != sorted(shares, reverse=True):
+            raise InputError("synthetic_acceptance: expected shares from 0 to 1, none above the one before it, "
+                             f"found {', '.join(map(str, shares))}")  # fmt: skip
+        if shares and min(self.depths, default=0) > len(shares):
+            raise InputError(f"synthetic_acceptance: expected a share for each position up to the least depth, "
+                             f"{min(self.depths)}, found {len(shares)}")  # fmt: skip
 
     def resolved(self, methods: Seq[Method]) -> dict[str, Any]:
         """Every option as it was in force, without a path of this machine."""
         drafters = list(dict.fromkeys(method.drafter for method in methods))
-        return {**vars(self), **self.without_paths, "drafters": drafters, "max_len": self.max_len, "temperature": 0.0,
+        depths = sorted({method.depth for method in methods if method.depth})
+        return {**vars(self), **self.without_paths, "drafters": drafters, "depths": depths, "prompts": self.batches,
+                "max_len": self.max_len, "temperature": 0.0,
                 "ignore_eos": True}  # fmt: skip
 
 

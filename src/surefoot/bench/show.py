@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
 
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from surefoot.bench.measure import LIBRARY, Row
 from surefoot.bench.report import Report
 from surefoot.bench.turns import Spread
 
 
 def renderables(report: Report) -> Iterator[RenderableType]:
-    """Heading, verdict, cost card, passes, speeds; in this order."""
+    """Heading, verdict, start-up and memory, cost card, passes, speeds; in this order."""
     config, machine = report.config, report.machine
     weights = " shape, random weights" if report.random_weights else ""
     yield (
@@ -29,9 +32,49 @@ def renderables(report: Report) -> Iterator[RenderableType]:
     yield _verdict(report)
     for note in report.notes:
         yield f"note: {note}"
+    yield _start_up(report)
+    yield _memory(report)
     yield _cost(report)
     yield _passes(report)
     yield _speeds(report)
+    took = [f"{name} {seconds:.1f} s" for name, seconds in report.seconds.items() if seconds >= 0.05]
+    yield f"time: {', '.join(took)}"
+
+
+def summary(reports: Seq[Report]) -> Table:
+    """A line for every cell."""
+    table = _table("context", "batch", "plain tokens/s", "of the ceiling", "best", "tokens/s", "× plain", "tokens/step",
+                   "T_v(1) ms", "first token s", "GB")  # fmt: skip
+    for report in reports:
+        best = max((row for row in report.rows if row.name != LIBRARY), key=lambda row: row.tokens_per_second.median)
+        table.add_row(
+            f"{report.config['context']:,}", str(report.config["batch"]),
+            f"{report.plain.tokens_per_second.median:.1f}", f"{report.share_of_ceiling:.0%}", _name(best),
+            f"{best.tokens_per_second.median:.1f}", f"{best.to_plain:.2f}", f"{best.tokens_per_step:.2f}",
+            f"{report.passes['verify 1'].median:.3f}", f"{report.start_up.first_token_s:.2f}",
+            f"{report.memory.total / 1e9:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _start_up(report: Report) -> str:
+    start = report.start_up
+    recorded = list(start.recording_s.values())
+    recording = f"recording the steps of {len(recorded)} methods {sum(recorded):.1f} (the first {recorded[0]:.1f}), " \
+        if recorded else ""  # fmt: skip
+    return (f"start to first token {start.total_s:.1f} s: loading {start.loading_s:.1f}, {recording}first prompt and "
+            f"step {start.first_token_s:.2f}")  # fmt: skip
+
+
+def _memory(report: Report) -> str:
+    parts = asdict(report.memory)
+    names = {"kv": "keys and values", "recurrent": "recurrent state and tape", "work": "workspaces"}
+    listed = ", ".join(f"{names.get(name, name)} {size / 1e9:.3f}" for name, size in parts.items())
+    return f"memory {report.memory.total / 1e9:.3f} GB: {listed}"
+
+
+def _name(row: Row) -> str:
+    return f"{row.name}, set" if row.acceptance_set else row.name
 
 
 def _verdict(report: Report) -> str:
@@ -70,16 +113,17 @@ def _passes(report: Report) -> Table:
 
 def _speeds(report: Report) -> Table:
     library = any(row.to_library is not None for row in report.rows)
-    columns = ["tokens/s", "least to most", "× plain", *(["× transformers"] if library else []), "tokens/step",
-               "kept by position", "draft s", "verify s", "commit s"]  # fmt: skip
+    phases = [name for name in ("draft_s", "verify_s", "commit_s") if any(row.seconds[name] for row in report.rows)]
+    columns = ["tokens/s", "least to most", "× plain", *(["× transformers"] if library else []), "ms/step",
+               "tokens/step", "kept by position", *(name.replace("_", " ") for name in phases)]  # fmt: skip
     table = _table("", *columns)
     for row in report.rows:
         spread = row.tokens_per_second
         ratio = [] if row.to_library is None else [f"{row.to_library:.2f}"]
         table.add_row(
-            row.name, f"{spread.median:.1f}", _ends(spread, 1), f"{row.to_plain:.2f}", *ratio,
+            _name(row), f"{spread.median:.1f}", _ends(spread, 1), f"{row.to_plain:.2f}", *ratio, f"{row.step_ms:.3f}",
             f"{row.tokens_per_step:.2f}", " ".join(f"{share:.2f}" for share in row.kept_by_position),
-            *(f"{row.seconds[name]:.2f}" if row.seconds[name] else "" for name in ("draft_s", "verify_s", "commit_s")),
+            *(f"{row.seconds[name]:.2f}" if row.seconds[name] else "" for name in phases),
         )  # fmt: skip
     rounds = report.config["rounds"]
     table.caption = f"medians of {rounds} rounds in which all took turns; decoding alone, the prompt's reading left out"

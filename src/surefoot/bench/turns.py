@@ -32,16 +32,22 @@ def nothing() -> None:
 
 
 def take_turns(
-    actions: Mapping[str, Action], rounds: int, before: Action = nothing, wait: Action = nothing, calls: int = 1
+    actions: Mapping[str, Action],
+    rounds: int,
+    before: Action = nothing,
+    wait: Action = nothing,
+    calls: int = 1,
+    after: Action = nothing,
 ) -> dict[str, Spread]:
     """Milliseconds of a call of each action. In every round each has one turn: `before`, a call that warms up, then
-    BURST timings of `calls` calls each; `wait` returns when the device has done what it was given."""
+    BURST timings of `calls` calls each; `after`. `wait` returns when the device has done what it was given."""
     samples: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(rounds):
         for name, action in actions.items():
             before()
             action()
             samples[name] += [1000 * timed(action, wait, calls) for _ in range(BURST)]
+            after()
     return {name: Spread.of(values) for name, values in samples.items()}
 
 

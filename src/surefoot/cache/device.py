@@ -92,6 +92,16 @@ class DeltaSlots:
         self.device_state.ring[slot].index_copy_(0, rows, self._past[slot].to(self.device_state.ring.dtype))
 
 
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt whose tokens but the last a slot has read: the recurrent layers' states and past inputs behind them, and
+    the last hidden state [H] (None for a prompt of one token). Keys and values still stand in the slot."""
+
+    tokens: list[int]
+    states: list[tuple[Tensor, Tensor]]
+    hidden: Tensor | None
+
+
 class PrefillCache:
     """What `Decoder.prefill` needs of a cache, over the device's memory."""
 
@@ -99,6 +109,8 @@ class PrefillCache:
         self.layers = layers
         self.length = [0] * slots
         self._past = conv_width - 1
+        self._keeps = False
+        self._kept: dict[int, ReadPrompt] = {}
 
     @property
     def bytes_per_slot(self) -> int:
@@ -108,12 +120,36 @@ class PrefillCache:
     def reset(self, slot: int) -> None:
         """Empty the slot."""
         self.length[slot] = 0
+        self._kept.pop(slot, None)
         for layer in self._recurrent():
             layer.reset(slot)
 
     def extend(self, slot: int, tokens: int) -> None:
         """`tokens` tokens were read."""
         self.length[slot] += tokens
+
+    def keep_prompts(self) -> None:
+        """From now on keep what each slot read last, so that the same prompt can be decoded again without reading it;
+        takes the memory of a second recurrent state a slot."""
+        self._keeps = True
+
+    def keep(self, slot: int, tokens: list[int], hidden: Tensor | None) -> None:
+        """The slot has read the prompt `tokens` but for its last token, `hidden` being the last state."""
+        if self._keeps:
+            states = [(layer.read_state(slot).clone(), layer.conv_past(slot).clone()) for layer in self._recurrent()]
+            self._kept[slot] = ReadPrompt(list(tokens), states, None if hidden is None else hidden.clone())
+
+    def recall(self, slot: int, tokens: list[int]) -> ReadPrompt | None:
+        """The slot as it was behind the prompt, if that is the one it read last: what decoding wrote stands behind it
+        and is overwritten."""
+        kept = self._kept.get(slot)
+        if kept is None or kept.tokens != tokens:
+            return None
+        for layer, (state, past) in zip(self._recurrent(), kept.states, strict=True):
+            layer.write_state(slot, state)
+            layer.set_past(slot, past)
+        self.length[slot] = len(tokens) - 1
+        return kept
 
     def finish(self, slot: int) -> None:
         """The prompt has been read: hand the slot over to the decode step."""

@@ -105,18 +105,31 @@ class BenchOptions:
     weights: Annotated[
         str, _option("--weights", help="whole (in --dtype), or fp8: with --shape, on a GPU.", panel=MODEL)
     ] = "whole"
-    context: Annotated[int, _option("--context", help="Tokens of a prompt.", panel=MEASURE)] = 1024
-    batch: Annotated[int, _option("--batch", help="Sequences that decode together.", panel=MEASURE)] = 1
+    context: Annotated[str, _option("--context", help="Tokens of a prompt; of several, each.", panel=MEASURE)] = "1024"
+    batch: Annotated[
+        str, _option("--batch", help="Sequences that decode together; of several, each.", panel=MEASURE)
+    ] = "1"
     prompts: Annotated[
-        int, _option("--prompts", help="Batches of prompts, all checked and measured.", panel=MEASURE)
-    ] = 3
-    tokens: Annotated[int, _option("--tokens", "-n", help="New tokens of a prompt.", panel=MEASURE)] = 256
-    rounds: Annotated[int, _option("--rounds", help="Turns of everything that is measured.", panel=MEASURE)] = 5
+        int | None, _option("--prompts", help="Batches of prompts, all checked and measured.  [default: 3; 1 with "
+                            "--shape]", panel=MEASURE)
+    ] = None  # fmt: skip
+    tokens: Annotated[int, _option("--tokens", "-n", help="New tokens of a prompt.", panel=MEASURE)] = 128
+    rounds: Annotated[int, _option("--rounds", help="Turns of everything that is measured.", panel=MEASURE)] = 3
+    seconds: Annotated[
+        float, _option("--seconds", help="Fewer rounds if a drafter's would take longer.", panel=MEASURE)
+    ] = 20.0
     drafters: Annotated[
         str, _option("--drafters", "-d", help="Of none,ngram,mtp,mtp+ngram; all that the model has.", panel=DRAFT)
     ] = ""
-    depths: Annotated[str, _option("--depths", "-k", help="Draft lengths.", panel=DRAFT)] = "1,2,3,4,5,6"
+    depths: Annotated[
+        str,
+        _option("--depths", "-k", help="Draft lengths.  [default: 1 to 6; 4 where n-grams are copied]", panel=DRAFT),
+    ] = ""
     draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
+    synthetic_acceptance: Annotated[
+        str, _option("--synthetic-acceptance", help="Shares of steps in which the MTP head's draft token 1, 2, ... is "
+                     "accepted, such as .92,.85,.67: its drafts are overwritten to that end.", panel=DRAFT)
+    ] = ""  # fmt: skip
     against: Annotated[
         str | None, _option("--against", help="transformers: measure its generate too.", panel=MEASURE)
     ] = None

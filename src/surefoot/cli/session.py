@@ -36,7 +36,8 @@ class Session:
         if options.chat and not isinstance(prompt, str):
             raise InputError("--chat: expected a text prompt, found token ids")
         drafter = "draft-model" if options.drafter == "auto" and options.draft_model is not None else options.drafter
-        with LateBar("loading") as bar:
+        second = "recording the step" if options.draft_model is None else "loading the draft model"
+        with LateBar("loading", second) as bar:
             engine = Engine.from_pretrained(
                 options.model,
                 device=options.device,

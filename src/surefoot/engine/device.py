@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ class StepDrafter(NoDrafter):
         self.name = name
 
 
+class Overwrite(Protocol):
+    """Puts other drafts in the place of the drafter's own. It is recorded with the step, so it must not wait for the
+    host; what it writes are point masses, so no request under the p/q rule may meet it."""
+
+    def start(self, sequence: Sequence) -> None:
+        """The sequence has been put into its slot."""
+
+    def __call__(self, text: Text) -> None:
+        """`text.drafts` in place."""
+
+
 class DeviceStep:
     """One step for the first `batch` slots: up to `depth` draft tokens each, verification, acceptance, commit.
 
@@ -55,9 +66,11 @@ class DeviceStep:
     """
 
     def __init__(self, model: FusedModel, requests: Requests, slots: Tensor, drafter: DeviceDrafterName,
-                 depth: int, sampled: bool, draft_head: DraftHead | None = None) -> None:  # fmt: skip
+                 depth: int, sampled: bool, draft_head: DraftHead | None = None,
+                 overwrite: Overwrite | None = None) -> None:  # fmt: skip
+        assert not (sampled and overwrite), "an overwritten draft has no distribution"
         self._model, self._requests, self._drafter, self._depth = model, requests, drafter, depth
-        self._draft_head = draft_head
+        self._draft_head, self._overwrite = draft_head, overwrite
         device, progress, batch = slots.device, model.progress, len(slots)
         vocab_size = model.decoder.config.vocab_size
 
@@ -94,6 +107,8 @@ class DeviceStep:
         text, progress, window = self._text, self._model.progress, self._depth + 1
         if self._depth:
             self._draft()
+            if self._overwrite is not None:
+                self._overwrite(text)
         logits = self._model.score(text, window)
         choose(logits, self._requests, text.slots, text.length, self._workspace, self._choices, self._bad,
                window=window)  # fmt: skip
@@ -138,21 +153,26 @@ class DeviceTarget:
     """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs."""
 
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int,
-                 draft_head: DraftHead | None = None) -> None:  # fmt: skip
+                 draft_head: DraftHead | None = None, overwrite: Overwrite | None = None) -> None:  # fmt: skip
         self.model, self.decoder, self._draft_head = model, model.decoder, draft_head
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
         self.drafter: Drafter = StepDrafter(drafter)
-        self._name = drafter
+        self._name, self._overwrite = drafter, overwrite
         self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
         self._requests = Requests.empty(model.slots, device)
         self._slots = torch.full((model.slots,), -1, dtype=torch.int32, device=device)
-        self._steps: dict[tuple[int, bool], DeviceStep] = {}
+        self.steps: dict[tuple[int, bool], DeviceStep] = {}
+        self.graph_bytes = 0  # what the device had less of when steps were recorded
 
-    def warm_up(self, sampled: bool = False) -> None:
-        """Compile and record the steps of every batch size that are not recorded yet."""
-        for size in _sizes(self.slots):
+    def warm_up(self, sampled: bool = False, progress: Progress | None = None) -> None:
+        """Compile and record the steps of every batch size that are not recorded yet. `progress(done, total)` counts
+        batch sizes."""
+        sizes = list(_sizes(self.slots))
+        for done, size in enumerate(sizes, start=1):
             self._step(size, sampled)
+            if progress is not None:
+                progress(done, len(sizes))
 
     def run(
         self, sequences: Iterable[Sequence], clock: Clock | None = None, progress: Progress | None = None
@@ -193,31 +213,17 @@ class DeviceTarget:
 
     def score(self, tokens: Seq[int]) -> Tensor:
         """The logits after each of the tokens, [T, V] float32; uses slot 0."""
-        hidden = torch.cat([part for _, part in self._read(0, tokens)])
+        hidden = torch.cat([part for _, part in _read(self.model, 0, tokens)])
         return torch.cat([self.decoder.bulk_logits(part) for part in hidden.split(512)])
 
     def _start(self, sequence: Sequence, progress: Progress | None) -> None:
-        """Read the prompt, all but its last token, fill the head's lane, and hand the slot to the step."""
-        slot, prompt, hidden = sequence.slot, sequence.tokens, None
-        model = self.model
-        for position, part in self._read(slot, prompt[:-1]):
-            if progress is not None:
-                progress(position + len(part), len(prompt))
-            if model.head is not None:
-                following = prompt[position + 1 : position + 1 + len(part)]
-                model.head.prefill(part, following, model.lane, slot, position)
-            hidden = part[-1]
-        model.prefill_cache.finish(slot)
-        model.progress.start(slot, prompt, hidden)
+        """Read the prompt and hand the slot to the step."""
+        slot = sequence.slot
+        read_prompt(self.model, slot, sequence.tokens, progress)
         self._requests.set(slot, sequence.params, sequence.limit)
         self._slots[slot] = slot
-
-    def _read(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
-        cache = self.model.prefill_cache
-        cache.reset(slot)
-        step = prefill_chunk(self.decoder.device)
-        for position in range(0, len(tokens), step):
-            yield position, self.decoder.prefill(tokens[position : position + step], cache, slot)
+        if self._overwrite is not None:
+            self._overwrite.start(sequence)
 
     def _release(self, slot: int) -> None:
         self._slots[slot] = -1
@@ -230,20 +236,48 @@ class DeviceTarget:
 
     def _step(self, size: int, sampled: bool) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
-        if (size, sampled) not in self._steps:
+        if (size, sampled) not in self.steps:
             step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled,
-                              self._draft_head)  # fmt: skip
+                              self._draft_head, self._overwrite)  # fmt: skip
             if self._slots.is_cuda:
                 # While it is recorded, no slot is in use; what the step writes all the same is put back.
                 progress = self.model.progress
                 touched = (self._slots, progress.fresh, progress.hidden)
                 before = [tensor.clone() for tensor in touched]
                 self._slots.fill_(-1)
+                free, _ = torch.cuda.mem_get_info(self._slots.device)
                 step.record()
+                self.graph_bytes += max(0, free - torch.cuda.mem_get_info(self._slots.device)[0])
                 for tensor, value in zip(touched, before, strict=True):
                     tensor.copy_(value)
-            self._steps[size, sampled] = step
-        return self._steps[size, sampled]
+            self.steps[size, sampled] = step
+        return self.steps[size, sampled]
+
+
+def read_prompt(model: FusedModel, slot: int, prompt: list[int], progress: Progress | None = None) -> None:
+    """Read the prompt into the slot, all but its last token, and fill the head's lane; the next step goes on from
+    there. A prompt that the cache has kept is not read again."""
+    cache = model.prefill_cache
+    kept = cache.recall(slot, prompt)
+    hidden = None if kept is None else kept.hidden
+    if kept is None:
+        for position, part in _read(model, slot, prompt[:-1]):
+            if progress is not None:
+                progress(position + len(part), len(prompt))
+            if model.head is not None:
+                following = prompt[position + 1 : position + 1 + len(part)]
+                model.head.prefill(part, following, model.lane, slot, position)
+            hidden = part[-1]
+        cache.keep(slot, prompt, hidden)
+    cache.finish(slot)
+    model.progress.start(slot, prompt, hidden)
+
+
+def _read(model: FusedModel, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
+    model.prefill_cache.reset(slot)
+    step = prefill_chunk(model.decoder.device)
+    for position in range(0, len(tokens), step):
+        yield position, model.decoder.prefill(tokens[position : position + step], model.prefill_cache, slot)
 
 
 class _Flight:

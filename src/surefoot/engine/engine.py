@@ -24,6 +24,7 @@ from surefoot.engine.drafting import (
 from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel, takes_eight_bits
 from surefoot.engine.loop import StepRecord
+from surefoot.engine.memory import Memory, memory_of
 from surefoot.engine.runner import Progress, RunsItself, run
 from surefoot.engine.stats import Clock, Stats
 from surefoot.engine.target import DecoderTarget
@@ -101,7 +102,7 @@ class Engine:
         them as the checkpoint has them, "fp8" cuts those of linear layers to 8 bits, on a GPU of compute capability 8.9
         or above. `draft_vocab` has the MTP head draft among some tokens alone (and the end ids): so many of the most
         frequent ones, a file with a JSON list of ids, or ids; `notes` say where the most frequent ones come from.
-        `progress(done, total)` follows the loading.
+        `progress(done, total)` follows the loading and then, from 0 again, the recording of a GPU's steps.
 
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
         """
@@ -130,7 +131,8 @@ class Engine:
             if draft_model is not None:
                 target = loaded.target(slots)
                 drafter = DraftModelDrafter(load(draft_model, "skip").target(slots), target.vocab_size)
-            return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots, draft_vocab=draft_vocab)
+            return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots, draft_vocab=draft_vocab,
+                            progress=progress)  # fmt: skip
 
     @classmethod
     def over(
@@ -141,9 +143,11 @@ class Engine:
         draft_length: int = 3,
         slots: int = 1,
         draft_vocab: DraftVocab | None = None,
+        progress: Progress | None = None,
     ) -> Engine:
         """An engine over a model that is loaded, whose weights and caches it shares with other engines over it: they
-        take turns, none may start while another's stream is open. Raises as `from_pretrained` does."""
+        take turns, none may start while another's stream is open. `progress(done, total)` follows the recording of a
+        GPU's steps. Raises as `from_pretrained` does."""
         require_int("slots", slots, low=1, high=MAX_SIZE)
         own = [name for name in NAMES if name != "draft-model"]  # which comes as a Drafter
         check_draft_length(check_drafter(drafter, own), draft_length, model.decoder.device)
@@ -157,7 +161,7 @@ class Engine:
         target: Target | RunsItself | None = None
         if (
             isinstance(drafter, str)
-            and (target := model.device_target(drafter, draft_length, slots, draft_head)) is not None
+            and (target := model.device_target(drafter, draft_length, slots, draft_head, progress=progress)) is not None
         ):
             chosen: Drafter = target.drafter
         else:
@@ -222,11 +226,14 @@ class Engine:
     def logits(self, token_ids: Seq[int]) -> Tensor:
         """The target's logits after each of the given tokens, [T, V] float32."""
         tokens = self._check_tokens(token_ids, room=0)
-        if not isinstance(self.target, (DecoderTarget, RunsItself)):
-            raise InputError(f"logits: expected a checkpoint's target, found {type(self.target).__name__}")
+        target = self._own_target("logits")
         self._check_idle()
         with torch.inference_mode():
-            return self.target.score(tokens)
+            return target.score(tokens)
+
+    def memory(self) -> Memory:
+        """What target and drafter take of memory, in bytes. Raises InputError for a target that is no checkpoint's."""
+        return memory_of((self._own_target("memory"), self.drafter), getattr(self.target, "graph_bytes", 0))
 
     def encode(self, text: str) -> list[int]:
         """Text to token ids. Raises TokenizerError if the model has no tokenizer."""
@@ -250,6 +257,11 @@ class Engine:
             with torch.inference_mode():
                 records.close()
             self._busy = False
+
+    def _own_target(self, name: str) -> DecoderTarget | RunsItself:
+        if not isinstance(self.target, (DecoderTarget, RunsItself)):
+            raise InputError(f"{name}: expected a checkpoint's target, found {type(self.target).__name__}")
+        return self.target
 
     def _check_idle(self) -> None:
         if self._busy:  # its slots are taken

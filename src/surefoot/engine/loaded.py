@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,7 @@ from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
 if TYPE_CHECKING:  # what needs Triton is imported where there is a GPU
-    from surefoot.engine.device import DeviceDrafterName, DeviceTarget
+    from surefoot.engine.device import DeviceDrafterName, DeviceTarget, Overwrite
     from surefoot.model.fused import FusedModel
 
 
@@ -60,10 +61,11 @@ class LoadedModel:
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
         self._folder = folder
+        self._most = decoder.max_len
         self._targets: dict[int, DecoderTarget] = {}
         self._fused: dict[int, FusedModel] = {}
         self._draft_heads: dict[tuple[int, ...], DraftHead] = {}
-        self._device_targets: dict[tuple[str, int, int, DraftHead | None], DeviceTarget] = {}
+        self._device_targets: dict[tuple[str, int, int, DraftHead | None, Overwrite | None], DeviceTarget] = {}
         self._drafters: dict[tuple[str, int, DraftHead | None], Drafter] = {}
 
     @property
@@ -140,10 +142,18 @@ class LoadedModel:
         return self._targets[slots]
 
     def device_target(
-        self, drafter: str, draft_length: int, slots: int, draft_head: DraftHead | None = None
+        self,
+        drafter: str,
+        draft_length: int,
+        slots: int,
+        draft_head: DraftHead | None = None,
+        *,
+        overwrite: Overwrite | None = None,
+        progress: Progress | None = None,
     ) -> DeviceTarget | None:
         """The target whose step, this drafter included, runs on the GPU alone; None where that cannot be: on a CPU, for
-        shapes that the kernels do not take, for other drafters. Asked again, the same one."""
+        shapes that the kernels do not take, for other drafters. Asked again, the same one. `progress(done, total)`
+        follows the recording of its steps."""
         if not self.fits_kernels():
             return None
         from surefoot.engine.device import DEVICE_DRAFTERS, DeviceTarget
@@ -153,11 +163,13 @@ class LoadedModel:
         if drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
             return None
         depth = 0 if drafter == "none" else draft_length
-        key = (drafter, depth, slots, draft_head)
+        key = (drafter, depth, slots, draft_head, overwrite)
         if key not in self._device_targets:
             with torch.inference_mode():
-                target = DeviceTarget(self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head)
-                target.warm_up()
+                target = DeviceTarget(
+                    self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite
+                )
+                target.warm_up(progress=progress)
                 self._device_targets[key] = target
         return self._device_targets[key]
 
@@ -186,3 +198,15 @@ class LoadedModel:
             with torch.inference_mode():
                 self._drafters[key] = build_drafter(name, self.head, slots, draft_head)
         return self._drafters[key]
+
+    def clear(self, max_len: int | None = None) -> None:
+        """Forget all caches and recorded steps, with what is left of the engines over them. New ones have room for
+        `max_len` tokens, but at most for as many as the model was loaded with. Raises InputError below 1."""
+        for owned in (self._targets, self._fused, self._device_targets, self._drafters):
+            owned.clear()
+        if max_len is not None:
+            require_int("max_len", max_len, low=1)
+            self.decoder.max_len = min(max_len, self._most)
+        if self.decoder.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()

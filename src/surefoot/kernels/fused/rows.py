@@ -17,6 +17,8 @@ from torch import Tensor
 from surefoot.kernels.fused.launch import launch_options, let_next_start, wait_for_inputs
 from surefoot.kernels.fused.linear import Feed, feed_reference, shrink_of
 
+SIZES = ("window", "depth", "longest", "room")  # unknown to the compiler, so that one binary serves them all
+
 
 @dataclass(frozen=True)
 class Text:
@@ -51,9 +53,9 @@ def embed(table: Tensor, text: Text, start: Tensor, out: Tensor, scale: Tensor, 
     rows, hidden = out.shape
     block = triton.next_power_of_2(-(-hidden // feed.squares.shape[1]))
     _embed_kernel[(rows, feed.squares.shape[1])](
-        table, *_pointers(text), start, out, scale, feed.scaled, feed.squares,
-        WINDOW=window, K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=hidden, BLOCK=block,
-        SHRINK=shrink_of(feed.scaled.dtype), num_warps=1 if block <= 128 else 4, **launch_options(out.device),
+        table, *_pointers(text), start, out, scale, feed.scaled, feed.squares, window, *_sizes(text),
+        H=hidden, BLOCK=block, SHRINK=shrink_of(feed.scaled.dtype), num_warps=1 if block <= 128 else 4,
+        **launch_options(out.device),
     )  # fmt: skip
 
 
@@ -82,8 +84,7 @@ def head_inputs(
     """See `head_inputs_reference`."""
     width = hidden.shape[-1]
     _head_inputs_kernel[(text.slots.shape[0] * window, 2)](
-        table, *_pointers(text), start, hidden, *norms, out, eps,
-        WINDOW=window, ROOM=hidden.shape[1], K=text.drafts.shape[1], LENGTH=text.tokens.shape[1], H=width,
+        table, *_pointers(text), start, hidden, *norms, out, eps, window, *_sizes(text), hidden.shape[1], H=width,
         BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
     )  # fmt: skip
 
@@ -111,7 +112,7 @@ def final_norm(x: Tensor, scale: Tensor, out: Tensor, narrow: Tensor, *, window:
     rows, width = x.shape
     slots, count = last if last is not None else (x, x)
     _final_norm_kernel[(rows if last is None else rows // window,)](
-        x, scale, out, narrow, slots, count, eps, WINDOW=window, ROOM=out.shape[1], PICK=last is not None, H=width,
+        x, scale, out, narrow, slots, count, eps, window, out.shape[1], PICK=last is not None, H=width,
         BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
     )  # fmt: skip
 
@@ -120,28 +121,30 @@ def _pointers(text: Text) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return text.slots, text.length, text.tokens, text.drafts
 
 
+def _sizes(text: Text) -> tuple[int, int]:
+    return text.drafts.shape[1], text.tokens.shape[1]
+
+
 @triton.jit
-def _token(slots, length, tokens, drafts, start, row, shift, WINDOW: tl.constexpr, K: tl.constexpr,
-           LENGTH: tl.constexpr):  # fmt: skip
-    b = row // WINDOW
+def _token(slots, length, tokens, drafts, start, row, shift, window, depth, longest):
+    b = row // window
     slot = tl.load(slots + b).to(tl.int64)
     there = slot >= 0
     slot = tl.maximum(slot, 0)
-    index = tl.load(start + slot) + shift + row % WINDOW
+    index = tl.load(start + slot) + shift + row % window
     ahead = index - tl.load(length + slot) - 1
-    known = tl.load(tokens + slot * LENGTH + index, there & (ahead < 0) & (index >= 0), 0)
-    draft = tl.load(drafts + b * K + ahead, there & (ahead >= 0) & (ahead < K), 0)
+    known = tl.load(tokens + slot * longest + index, there & (ahead < 0) & (index >= 0), 0)
+    draft = tl.load(drafts + b * depth + ahead, there & (ahead >= 0) & (ahead < depth), 0)
     return tl.maximum(tl.where(ahead < 0, known, draft), 0).to(tl.int64)
 
 
-@triton.jit
-def _embed_kernel(table, slots, length, tokens, drafts, start, out, scale, scaled, squares,
-                  WINDOW: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-                  SHRINK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
+def _embed_kernel(table, slots, length, tokens, drafts, start, out, scale, scaled, squares, window, depth, longest,
+                  H: tl.constexpr, BLOCK: tl.constexpr, SHRINK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     row = tl.program_id(0)
-    token = _token(slots, length, tokens, drafts, start, row, 0, WINDOW, K, LENGTH)
+    token = _token(slots, length, tokens, drafts, start, row, 0, window, depth, longest)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(table + token * H + at, at < H, 0.0).to(tl.float32)
     tl.store(out + row * H + at, x, at < H)
@@ -155,10 +158,10 @@ def _normed(x, scale, eps, H: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * scale
 
 
-@triton.jit
-def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, embedding, second, out, eps,
-                        WINDOW: tl.constexpr, ROOM: tl.constexpr, K: tl.constexpr, LENGTH: tl.constexpr,
-                        H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
+def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, embedding, second, out, eps, window,
+                        depth, longest, room, H: tl.constexpr, BLOCK: tl.constexpr,
+                        DEPENDENT: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     half = tl.program_id(1)
     at = tl.arange(0, BLOCK)
@@ -166,18 +169,18 @@ def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, emb
     wait_for_inputs(DEPENDENT)
     let_next_start(DEPENDENT)
     if half == 0:
-        token = _token(slots, length, tokens, drafts, start, row, 1, WINDOW, K, LENGTH)
+        token = _token(slots, length, tokens, drafts, start, row, 1, window, depth, longest)
         x = tl.load(table + token * H + at, inside, 0.0).to(tl.float32)
         x = _normed(x, tl.load(embedding + at, inside, 0.0), eps, H)
     else:
-        x = tl.load(hidden + (row // WINDOW * ROOM + row % WINDOW) * H + at, inside, 0.0)
+        x = tl.load(hidden + (row // window * room + row % window) * H + at, inside, 0.0)
         x = _normed(x, tl.load(second + at, inside, 0.0), eps, H)
     tl.store(out + row * (2 * H) + half * H + at, x.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
-def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, WINDOW: tl.constexpr, ROOM: tl.constexpr,
-                       PICK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=SIZES)
+def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, window, room, PICK: tl.constexpr, H: tl.constexpr,
+                       BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     inside = at < H
@@ -187,10 +190,10 @@ def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, WINDOW: tl.cons
     into_narrow = row
     if PICK:
         kept = tl.load(count + tl.maximum(tl.load(slots + row), 0))
-        into = row * ROOM
-        row = row * WINDOW + tl.maximum(kept - 1, 0)
+        into = row * room
+        row = row * window + tl.maximum(kept - 1, 0)
     else:
-        into = row // WINDOW * ROOM + row % WINDOW
+        into = row // window * room + row % window
     normed = _normed(tl.load(x + row * H + at, inside, 0.0), factor, eps, H)
     tl.store(out + into * H + at, normed, inside)
     tl.store(narrow + into_narrow * H + at, normed.to(narrow.dtype.element_ty), inside)
