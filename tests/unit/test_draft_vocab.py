@@ -151,6 +151,8 @@ def test_notes_and_parts_are_kept_apart(model: LoadedModel) -> None:
     assert few.target is whole.target
     assert "draft vocabulary: ids 0 to 3" in few.notes[-1]
     assert whole.notes == ()
+    rows = 5 * (CONFIG.hidden_size * 4 + 8)  # float32, and their ids; 4 tokens and the end id
+    assert few.memory().weights - whole.memory().weights == rows
 
 
 # ---------------------------------------------------------------- the rows

@@ -37,7 +37,7 @@ class MTPDrafter:
             raise InputError(f"min_confidence: expected at least 0 and below 1, found {min_confidence}")
         self._head = head
         self._lane = head.build_lane(slots)
-        self._logits = head.decoder.logits if draft_head is None else draft_head.logits
+        self._lm_head = draft_head or head.decoder
         self._min_confidence = min_confidence
         # Per slot: the first position whose final row is not in the lane yet, and the target's hidden states from it.
         self._pending: list[tuple[int, Tensor] | None] = [None] * slots
@@ -88,7 +88,7 @@ class MTPDrafter:
         last = [span.row + span.count - 1 for span in layout.spans]
         padding = padded_rows(len(last), device, least) - len(last)
         out = out[last + last[:1] * padding]
-        logits = self._logits(out)
+        logits = self._lm_head.logits(out)
         return [c for c, row, h in zip(chains, logits, out, strict=False) if c.accepts(row, h, self._min_confidence)]
 
 
