@@ -30,8 +30,8 @@ from surefoot import Engine, SamplingParams
 from surefoot.bench.machine import Watch, device_name
 from surefoot.bench.prompts import random_prompts
 from surefoot.bench.run import load_model
-from surefoot.bench.settings import WEIGHTS, Settings
-from surefoot.engine.engine import DTYPES
+from surefoot.bench.settings import Settings
+from surefoot.engine.engine import DTYPES, WEIGHTS
 from surefoot.errors import InputError
 from surefoot.loading.shapes import SHAPES
 from surefoot.sequence import Sequence
@@ -74,6 +74,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--weights", choices=WEIGHTS, default="whole")
     parser.add_argument("--drafter", choices=("none", "ngram", "mtp", "mtp+ngram"), default="mtp")
     parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--draft-vocab", type=int, help="tokens that the MTP head drafts among")
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -113,7 +114,9 @@ def build(args: argparse.Namespace) -> DeviceTarget:
         weights=args.weights, context=args.context, tokens=new_tokens(args), depths=(args.depth,),
     )  # fmt: skip
     model = load_model(settings, lambda done, total: None)
-    target = Engine.over(model, drafter=args.drafter, draft_length=depth, slots=args.batch).target
+    target = Engine.over(
+        model, drafter=args.drafter, draft_length=depth, slots=args.batch, draft_vocab=args.draft_vocab
+    ).target
     from surefoot.engine.device import DeviceTarget  # needs Triton
 
     if not isinstance(target, DeviceTarget):
