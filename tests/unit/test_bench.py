@@ -77,6 +77,19 @@ class TestCost:
         ]
         assert ratios == pytest.approx([1.32, 1.94, 3.06], abs=0.02)
 
+    def test_a_head_of_another_type(self) -> None:
+        config = SHAPES["qwen3.5-9b"]
+        narrow, mixed, wide = (
+            step_bytes(config, 100, 1, dtype, head_dtype=head, kv_dtype=torch.bfloat16)
+            for dtype, head in (
+                (torch.float8_e4m3fn, None), (torch.float8_e4m3fn, torch.bfloat16), (torch.bfloat16, None)
+            )
+        )  # fmt: skip
+        head = config.vocab_size * config.hidden_size
+        assert mixed.weights - narrow.weights == mixed.draft - narrow.draft == head
+        assert wide.weights == 2 * narrow.weights
+        assert wide.kv == narrow.kv
+
     def test_a_batch_shares_the_weights_alone(self) -> None:
         one, four = (step_bytes(CONFIG, 100, batch, torch.float32) for batch in (1, 4))
         assert four == StepBytes(one.weights, 4 * one.state, 4 * one.kv, four.draft)

@@ -59,14 +59,16 @@ def step_bytes(
     batch: int,
     dtype: torch.dtype,
     *,
+    head_dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
     window: int = 1,
     draft_vocab: int | None = None,
 ) -> StepBytes:
     """Bytes of a step over `batch` sequences of `context` tokens each, `window` tokens read of each.
 
-    Rows of a mixture of experts are taken to choose their experts independently and evenly. `kv_dtype`: of the caches,
-    if it is not the weights'; `draft_vocab`: tokens whose rows of the LM head a draft step reads, if not all.
+    Rows of a mixture of experts are taken to choose their experts independently and evenly. `head_dtype` and
+    `kv_dtype`: of the LM head and of the caches, if they are not the weights'; `draft_vocab`: tokens whose rows of the
+    LM head a draft step reads, if not all.
     """
     c = config
     rows = batch * window
@@ -75,10 +77,12 @@ def step_bytes(
     state = (c.num_layers - attention) * c.linear_value_heads * c.linear_key_dim * c.linear_value_dim
     head = "model.embed_tokens.weight" if c.tied else "lm_head.weight"
     target, mtp = target_shapes(c), mtp_shapes(c)
-    rows_drafted = (draft_vocab or c.vocab_size, c.hidden_size)
-    draft = _elements(mtp | {head: rows_drafted}, c, batch) * dtype.itemsize + kv if mtp else 0
-    body = {name: shape for name, shape in target.items() if c.tied or "embed_tokens" not in name}
-    return StepBytes(_elements(body, c, rows) * dtype.itemsize, 2 * state * STATE_BYTES * batch, attention * kv, draft)
+    head_bytes = c.vocab_size * c.hidden_size * (head_dtype or dtype).itemsize
+    drafted = head_bytes * (draft_vocab or c.vocab_size) // c.vocab_size
+    draft = _elements(mtp, c, batch) * dtype.itemsize + drafted + kv if mtp else 0
+    body = {name: shape for name, shape in target.items() if name not in (head, "model.embed_tokens.weight")}
+    weights = _elements(body, c, rows) * dtype.itemsize + head_bytes
+    return StepBytes(weights, 2 * state * STATE_BYTES * batch, attention * kv, draft)
 
 
 def _elements(shapes: Shapes, config: ModelConfig, rows: int) -> int:

@@ -39,6 +39,8 @@ from surefoot.engine.engine import Engine, parse_device, parse_dtype
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.runner import RunsItself
 from surefoot.errors import InputError
+from surefoot.kernels.linear import BlockLinear, Linear
+from surefoot.kernels.quantise import FLOAT8, Quantised
 from surefoot.loading.checkpoint import find_model
 from surefoot.loading.shapes import SHAPES
 from surefoot.model import DraftHead
@@ -116,12 +118,12 @@ def run_cell(settings: Settings, model: LoadedModel, library: Library | None, st
     bandwidth, passes = bench.time_passes(stages)
     rows, equal = bench.speeds(library, rounds, stages)
     config, decoder = model.config, model.decoder
-    kv_dtype = torch.float32 if decoder.device.type == "cpu" else None  # as the caches are
-    weights = torch.float8_e4m3fn if settings.weights == "fp8" else decoder.dtype
-    if weights != decoder.dtype:
-        kv_dtype = decoder.dtype
-    draft_vocab = None if bench.draft_head is None else len(bench.draft_head.ids)
-    step = step_bytes(config, settings.context, settings.batch, weights, kv_dtype=kv_dtype, draft_vocab=draft_vocab)
+    step = step_bytes(
+        config, settings.context, settings.batch, dtype_in_memory(decoder.blocks[0].mixer.in_proj, decoder.dtype),
+        head_dtype=dtype_in_memory(decoder.head, decoder.dtype),
+        kv_dtype=torch.float32 if decoder.device.type == "cpu" else decoder.dtype,  # as the caches are
+        draft_vocab=None if bench.draft_head is None else len(bench.draft_head.ids),
+    )  # fmt: skip
     fewer = [] if rounds == settings.rounds else [
         f"{rounds} rounds in place of {settings.rounds}: more would take over {settings.seconds:g} s a drafter"
     ]  # fmt: skip
@@ -270,6 +272,12 @@ def counted(bar: Advance, total: int) -> Callable[[], None]:
     return lambda: bar(next(done), total)
 
 
+def dtype_in_memory(layer: Linear, dtype: torch.dtype) -> torch.dtype:
+    """Of the layer's weight in a model of `dtype`."""
+    narrow = isinstance(layer, BlockLinear) and isinstance(layer.weight, Quantised)
+    return FLOAT8 if narrow else dtype
+
+
 def load_model(settings: Settings, progress: Advance) -> LoadedModel:
     """The checkpoint, or random weights of the shape."""
     device, dtype = parse_device(settings.device), parse_dtype(settings.dtype)
@@ -280,7 +288,8 @@ def load_model(settings: Settings, progress: Advance) -> LoadedModel:
     assert settings.model is not None
     needs_head = any(name in NEED_HEAD for name in settings.drafters)
     return LoadedModel.from_checkpoint(settings.model, device=device, dtype=dtype, max_len=settings.max_len,
-                                       mtp="require" if needs_head else "if-present", progress=progress)  # fmt: skip
+                                       mtp="require" if needs_head else "if-present", weights=settings.weights,
+                                       progress=progress)  # fmt: skip
 
 
 def load_library(settings: Settings, model: LoadedModel) -> Library | None:

@@ -68,8 +68,6 @@ class Settings:
         parse_dtype(self.dtype)
         device = parse_device(self.device)
         check_weights(self.weights, device)
-        if self.weights == "fp8" and self.shape is None:
-            raise InputError(f"weights: expected fp8 with a shape only, found model {shown(self.model)}")
         for name, value in (("context", self.context), ("batch", self.batch), ("rounds", self.rounds),
                              ("prompts", self.batches)):  # fmt: skip
             require_int(name, value, low=1)

@@ -103,7 +103,7 @@ class BenchOptions:
     device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
     dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "bfloat16"
     weights: Annotated[
-        str, _option("--weights", help="whole (in --dtype), or fp8: with --shape, on a GPU.", panel=MODEL)
+        str, _option("--weights", help="whole (as the checkpoint has them), or fp8: in 8 bits, on a GPU.", panel=MODEL)
     ] = "whole"
     context: Annotated[str, _option("--context", help="Tokens of a prompt; of several, each.", panel=MEASURE)] = "1024"
     batch: Annotated[
