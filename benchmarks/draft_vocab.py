@@ -67,7 +67,7 @@ def main() -> None:
         args.model, device=torch.device("cpu"), dtype=torch.float32, max_len=MAX_LEN, mtp="require"
     )
     assert model.tokenizer is not None
-    prompts = [[model.tokenizer.encode(line["text"])] for line in held_out()]
+    prompts = [model.tokenizer.encode(line["text"]) for line in held_out()]
     chosen, depth = vocabularies(args.sizes), args.draft_length
     with torch.inference_mode():
         times = times_of(model, chosen, depth + 1)
