@@ -170,9 +170,9 @@ class Rules:
             self._pushed.clear()
 
     def _push(self, token: int) -> bool:
-        """One more token; whether the grammar, where it reads, takes it."""
+        """One more token; whether the grammar takes it, which takes all before it begins and nothing behind the end."""
         before = place = self._place
-        grammar, read, taken = self._reader(), False, True
+        grammar, read, taken = self._reader(), False, place.going
         if grammar is not None:
             ends = token in grammar.ends()
             read = not ends and grammar.push(token)
@@ -210,9 +210,9 @@ class Rules:
             row.masked_fill_(~allowed.to(row.device), -math.inf)
         budget = self._params.thinking_budget
         if self._thinking is not None and budget is not None and place.thinking and place.thoughts >= budget:
-            end = row[self._thinking.end].clamp(min=torch.finfo(torch.float32).min)  # comes, whatever else said no
+            end = row[self._thinking.end].clone()
             row.fill_(-math.inf)
-            row[self._thinking.end] = end
+            row[self._thinking.end] = torch.where(end == -math.inf, 0.0, end)  # comes, whatever else said no
 
 
 class _Dense:
