@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -361,9 +360,8 @@ def every_verdict(dice: Dice) -> Iterator[None]:
 def exact_law(
     row: Row, params: SamplingParams, prompt: Seq[int], length: int, stop: Seq[int] = (), **rules: Any
 ) -> dict[tuple[int, ...], float]:
-    """The target's own law of the next `length` tokens (fewer, where a stop id ends them), from its ruled and processed
-    rows, made one at a time by fresh `Rules` (`rules` are further arguments of theirs; a grammar comes from a function).
-    """
+    """The target's own law of the next `length` tokens (fewer, where a stop id ends them), from its rows one at a time,
+    ruled by fresh `Rules` and processed. `rules` are as `decode` takes them."""
     law: dict[tuple[int, ...], float] = {}
 
     def grow(output: tuple[int, ...], chance: float) -> None:
@@ -413,7 +411,8 @@ class ListGrammar:
         return not self.following()
 
     def forced(self) -> list[int]:
-        begun, tokens = len(self.read), []
+        begun = len(self.read)
+        tokens: list[int] = []
         while len(following := self.following()) == 1 and not self.ends():
             tokens += following
             self.push(tokens[-1])

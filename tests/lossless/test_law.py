@@ -134,7 +134,7 @@ def pulled(tokens: Seq[int], logits: Tensor) -> Tensor:
 
 
 STOP = (2,)
-GRAMMAR = {"grammar": lambda: ListGrammar([[0], [0, 1], [1, 0, 0], [1, 1]], STOP, 3)}
+GRAMMAR: dict[str, Any] = {"grammar": lambda: ListGrammar([[0], [0, 1], [1, 0, 0], [1, 1]], STOP, 3)}
 THINKING = {"thinking": Thinking(start=0, end=2)}  # the prompt has opened thoughts
 RULED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.6}, {}),
@@ -189,7 +189,7 @@ def test_control_rules_that_ignore_earlier_drafts_are_noticed(
 
 def test_control_a_drawn_draft_that_a_grammar_cuts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why `_by_grammar` leaves drawn drafts whole."""
-    params, rules = params_of({}), {"stop": STOP, **GRAMMAR}
+    params, rules = params_of({}), GRAMMAR | {"stop": STOP}
     own = loop._by_grammar
 
     def cut(sequence: Sequence, draft: Draft, forced: tuple[int, ...]) -> Draft:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from torch import Tensor
 
@@ -47,7 +47,8 @@ class Grammars:
 
     def _compile(self, wanted: StructuredOutput) -> LLMatcher:
         try:
-            matcher = LLMatcher(self._tokenizer, _source(wanted), log_level=0)
+            limits = LLParserLimits(verbose_errors=False)
+            matcher = LLMatcher(self._tokenizer, _source(wanted), log_level=0, limits=limits)
             fault = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:  # of a converter: whatever it finds wrong
             raise InputError(f"structured: expected a grammar that can be compiled, found: {error}") from error
@@ -66,7 +67,8 @@ class MatcherGrammar:
 
     def push(self, token: int) -> bool:
         """Read a token, if it may come here."""
-        return token not in self._no_text and self._checked(self._matcher.try_consume_tokens([token])) == 1
+        known = token < self._size and token not in self._no_text  # of others the library makes an error for good
+        return known and self._checked(self._matcher.try_consume_tokens([token])) == 1
 
     def pop(self, count: int) -> None:
         """Take back the last tokens."""
@@ -94,8 +96,8 @@ class MatcherGrammar:
 
     def _checked(self, answer: T) -> T:
         if self._matcher.is_error():
-            raise InputError(f"structured: expected a grammar of bounded complexity, found: "
-                             f"{shown(self._matcher.get_error())}")  # fmt: skip
+            found = self._matcher.get_error().splitlines()[0]
+            raise InputError(f"structured: expected a grammar of bounded complexity, found: {found}")
         return answer
 
 
