@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from surefoot.engine.loop import StepRecord, prefill, step
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Scores, Verdict, Window
-from surefoot.verify import acceptance, choose, draft_token, probabilities, process
+from surefoot.verify import Rules, acceptance, choose, draft_token, probabilities, process, ruled
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
@@ -140,8 +140,12 @@ class Right(Scripted):
         super().__init__()
         self.row = row
 
+    def ruled(self, sequence: Sequence, prefix: tuple[int, ...]) -> Tensor:
+        """The row that follows a prefix, by the sequence's rules, [1, V]."""
+        return ruled(sequence, self.row(prefix)[None], prefix[len(sequence.tokens) :])
+
     def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
-        return choose(self.row(prefix)[None], sequence.params, len(prefix))[0], None
+        return choose(self.ruled(sequence, prefix), sequence.params, len(prefix))[0], None
 
 
 class Wrong(Right):
@@ -178,7 +182,8 @@ class Sampled(Right):
     name = "sampled"
 
     def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
-        return draft_token(self.row(prefix), sequence.params, len(prefix), start=len(sequence.tokens))
+        row = self.ruled(sequence, prefix)[0]
+        return draft_token(row, sequence.params, len(prefix), start=len(sequence.tokens))
 
 
 class Liar(Sampled):
@@ -247,9 +252,11 @@ def decode(
     depth: int,
     prompt: Seq[int] = (1, 2, 0, 1),
     stop: Seq[int] = (),
+    **rules: Any,
 ) -> Run:
-    """Decode one sequence to its end in slot 0 and check what the target holds afterwards."""
-    return decode_batch(target, drafter, [(prompt, params)], depth, stop)[0]
+    """Decode one sequence to its end in slot 0 and check what the target holds afterwards. `rules` are further
+    arguments of `Rules`; a grammar comes from a function."""
+    return decode_batch(target, drafter, [(prompt, params)], depth, stop, **rules)[0]
 
 
 def decode_batch(
@@ -258,12 +265,17 @@ def decode_batch(
     requests: Seq[tuple[Seq[int], SamplingParams]],
     depth: int,
     stop: Seq[int] = (),
+    **rules: Any,
 ) -> list[Run]:
     """Decode several sequences together, each until it ends."""
     runs = []
     for slot, (prompt, params) in enumerate(requests):
         stops = frozenset((*stop, *params.stop_token_ids))
-        runs.append(Run(Sequence(slot, list(prompt), params, len(prompt) + params.max_new_tokens, stops)))
+        sequence = Sequence(slot, list(prompt), params, len(prompt) + params.max_new_tokens, stops)
+        if params.ruled or rules:
+            made = {name: value() if name == "grammar" else value for name, value in rules.items()}
+            sequence.rules = Rules(params, prompt, stop_ids=stops, **made)
+        runs.append(Run(sequence))
         for _ in prefill(runs[-1].sequence, drafter, target):  # one turn per chunk
             pass
     while running := [run for run in runs if run.sequence.finish_reason is None]:
@@ -345,12 +357,64 @@ def every_verdict(dice: Dice) -> Iterator[None]:
         yield
 
 
-def exact_law(row: Row, params: SamplingParams, prompt: Seq[int], length: int) -> dict[tuple[int, ...], float]:
-    """The target's own law of the next `length` tokens, from its processed rows."""
-    law = {}
-    for tokens in itertools.product(range(len(row(tuple(prompt)))), repeat=length):
-        chance = 1.0
-        for i, token in enumerate(tokens):
-            chance *= probabilities(row((*prompt, *tokens[:i]))[None], params)[0, token].item()
-        law[tokens] = chance
+def exact_law(
+    row: Row, params: SamplingParams, prompt: Seq[int], length: int, stop: Seq[int] = (), **rules: Any
+) -> dict[tuple[int, ...], float]:
+    """The target's own law of the next `length` tokens (fewer, where a stop id ends them), from its rows one at a time,
+    ruled by fresh `Rules` and processed. `rules` are as `decode` takes them."""
+    law: dict[tuple[int, ...], float] = {}
+
+    def grow(output: tuple[int, ...], chance: float) -> None:
+        if len(output) == length or (output and output[-1] in stop):
+            law[output] = chance
+            return
+        made = {name: value() if name == "grammar" else value for name, value in rules.items()}
+        history = (*prompt, *output)
+        ruled_row = Rules(params, prompt, stop_ids=stop, **made).rows(row(history)[None], history, ())
+        for token, share in enumerate(probabilities(ruled_row, params)[0].tolist()):
+            if share > 0:
+                grow((*output, token), chance * share)
+
+    grow((), 1.0)
     return law
+
+
+class ListGrammar:
+    """A `verify.rules.Grammar` of a few texts, each a list of tokens that a stop id must follow."""
+
+    def __init__(self, texts: Seq[Seq[int]], ends: Seq[int], vocab_size: int) -> None:
+        self.texts, self._ends, self.size = [tuple(text) for text in texts], tuple(ends), vocab_size
+        self.read: tuple[int, ...] = ()
+
+    def following(self) -> set[int]:
+        begun = len(self.read)
+        return {text[begun] for text in self.texts if len(text) > begun and text[:begun] == self.read}
+
+    def push(self, token: int) -> bool:
+        fits = token in self.following()
+        self.read += (token,) * fits
+        return fits
+
+    def pop(self, count: int) -> None:
+        assert 0 <= count <= len(self.read)
+        self.read = self.read[: len(self.read) - count]
+
+    def mask(self) -> Tensor:
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        mask[list(self.following())] = True
+        return mask
+
+    def ends(self) -> tuple[int, ...]:
+        return self._ends if self.read in self.texts else ()
+
+    def complete(self) -> bool:
+        return not self.following()
+
+    def forced(self) -> list[int]:
+        begun = len(self.read)
+        tokens: list[int] = []
+        while len(following := self.following()) == 1 and not self.ends():
+            tokens += following
+            self.push(tokens[-1])
+        self.read = self.read[:begun]
+        return tokens

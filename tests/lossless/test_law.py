@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -19,15 +20,18 @@ from torch import Tensor
 
 from surefoot import verify
 from surefoot.drafters.none import NoDrafter
+from surefoot.engine import loop
 from surefoot.errors import InputError, NumericalError
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
-from surefoot.types import Drafter
-from surefoot.verify import acceptance, probabilities
+from surefoot.types import Draft, Drafter
+from surefoot.verify import Rules, acceptance, probabilities
+from surefoot.verify.rules import Thinking
 from tests.fakes import (
     Argmax,
     Dice,
     Liar,
+    ListGrammar,
     Ragged,
     Right,
     Row,
@@ -78,17 +82,19 @@ class EveryOutcome(Scripted):
         token, claimed = self.inner.token(sequence, prefix)
         if claimed is None:
             return token, None
-        assert isinstance(self.inner, Sampled)
-        drawn_from = probabilities(self.inner.row(prefix)[None], sequence.params)[0]
+        assert isinstance(self.inner, Right)
+        drawn_from = probabilities(self.inner.ruled(sequence, prefix), sequence.params)[0]
         return self.dice.roll(drawn_from.tolist()), claimed
 
 
-def step_law(row: Row, drafter: Scripted, params: SamplingParams, depth: int, length: int) -> dict[Any, float]:
+def step_law(
+    row: Row, drafter: Scripted, params: SamplingParams, depth: int, length: int, stop: Seq[int] = (), **rules: Any
+) -> dict[Any, float]:
     """The exact law of the first `length` tokens that the loop puts out."""
     dice, law = Dice(), defaultdict[tuple[int, ...], float](float)
     with every_verdict(dice):
         for _ in dice.outcomes():
-            run = decode(TableTarget(row, 3), EveryOutcome(dice, drafter), params, depth, PROMPT)
+            run = decode(TableTarget(row, 3), EveryOutcome(dice, drafter), params, depth, PROMPT, stop, **rules)
             law[tuple(run.output[:length])] += dice.chance
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-6)
     return law
@@ -119,6 +125,82 @@ def test_exact_law_of_the_loop(drafter: Scripted, depth: int, setting: dict[str,
     params = params_of(setting)
     law = step_law(TARGET, drafter, params, depth, 3)
     assert distance(law, exact_law(TARGET, params, PROMPT, 3)) < 1e-5
+
+
+def pulled(tokens: Seq[int], logits: Tensor) -> Tensor:
+    """A processor that looks back: a token is the likelier the longer ago it last came."""
+    ages = [next((age for age, old in enumerate(reversed(tokens)) if old == token), 9) for token in range(3)]
+    return logits + torch.tensor(ages) * 0.7
+
+
+STOP = (2,)
+GRAMMAR: dict[str, Any] = {"grammar": lambda: ListGrammar([[0], [0, 1], [1, 0, 0], [1, 1]], STOP, 3)}
+THINKING = {"thinking": Thinking(start=0, end=2)}  # the prompt has opened thoughts
+RULED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.6}, {}),
+    ({"logit_bias": {0: 1.5, 2: -0.5}, "bad_words_ids": ((1, 0), (1, 0, 1)), "temperature": 0.7, "top_k": 2}, {}),
+    ({"typical_p": 0.9, "frequency_penalty": 1.5, "allowed_token_ids": (0, 2)}, {}),
+    ({"min_new_tokens": 2, "processors": (pulled,)}, {"stop": STOP}),
+    ({"thinking_budget": 1, "presence_penalty": 1.0}, THINKING),
+    ({"presence_penalty": 1.0}, {"stop": STOP, **GRAMMAR}),
+    ({"thinking_budget": 1}, {"stop": (1,), **THINKING, "grammar": lambda: ListGrammar([[0, 0], [2, 0]], (1,), 3)}),
+]
+
+
+class Unruled(Argmax):
+    """Draws from its own rows as they are, so that the rules refuse some of its drafts."""
+
+    def ruled(self, sequence: Sequence, prefix: tuple[int, ...]) -> Tensor:
+        return self.row(prefix)[None]
+
+    def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
+        return 0, probabilities(self.ruled(sequence, prefix), sequence.params)[0]  # `EveryOutcome` draws
+
+
+@pytest.mark.parametrize("setting, rules", RULED)
+@pytest.mark.parametrize(
+    "drafter", [Sampled(OTHER), Argmax(OTHER), Unruled(OTHER)], ids=["sampled", "argmax", "unruled"]
+)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_exact_law_under_rules(drafter: Scripted, depth: int, setting: dict[str, Any], rules: dict[str, Any]) -> None:
+    """cases.md 7, 8, 13, 14, 33: each position sees the drafts before it, in p and in q."""
+    params = params_of(setting)
+    law = step_law(TARGET, drafter, params, depth, 3, **rules)
+    expected = exact_law(TARGET, params, PROMPT, 3, **rules)
+    assert len(expected) > 1
+    assert distance(law, expected) < 1e-5
+
+
+@pytest.mark.parametrize("setting, rules", RULED[:2] + RULED[3:6])
+def test_control_rules_that_ignore_earlier_drafts_are_noticed(
+    setting: dict[str, Any], rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = params_of(setting)
+    expected = exact_law(TARGET, params, PROMPT, 3, **rules)
+    own = Rules.rows
+
+    def blind(self: Rules, logits: Tensor, history: Seq[int], draft: Seq[int]) -> Tensor:
+        return torch.cat([own(self, row[None], history, ()) for row in logits])
+
+    monkeypatch.setattr(Rules, "rows", blind)
+    law = step_law(TARGET, Argmax(OTHER), params, 2, 3, **rules)
+    assert distance(law, expected) > 0.02
+
+
+def test_control_a_drawn_draft_that_a_grammar_cuts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why `_by_grammar` leaves drawn drafts whole."""
+    params, rules = params_of({}), GRAMMAR | {"stop": STOP}
+    own = loop._by_grammar
+
+    def cut(sequence: Sequence, draft: Draft, forced: tuple[int, ...]) -> Draft:
+        assert sequence.rules is not None
+        count = sequence.rules.cut(sequence.tokens, draft.tokens)
+        probs = None if draft.probs is None or not count else draft.probs[:count]
+        return own(sequence, Draft(draft.tokens[:count], probs), forced)
+
+    monkeypatch.setattr(loop, "_by_grammar", cut)
+    law = step_law(TARGET, Unruled(OTHER), params, 2, 3, **rules)
+    assert distance(law, exact_law(TARGET, params, PROMPT, 3, **rules)) > 0.02
 
 
 def test_exact_law_without_a_drafter() -> None:

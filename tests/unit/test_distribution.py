@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TypicalLogitsWarper
 
 from surefoot.errors import NumericalError
 from surefoot.sampling import SamplingParams
@@ -54,7 +55,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_k": 3},
     {"top_p": 0.8},
     {"min_p": 0.2},
+    {"typical_p": 0.6},
     {"top_k": 50, "top_p": 0.9, "min_p": 0.01},
+    {"top_k": 50, "top_p": 0.9, "typical_p": 0.5, "min_p": 0.3},
     {"temperature": 0.0, "top_k": 2},
 ]
 
@@ -121,6 +124,38 @@ def test_devices_that_round_otherwise_keep_the_same_but_at_the_border(
     if not top_k:
         with pytest.raises(AssertionError):
             assert_same_kept(kept_with(lambda rows, dim: softmax(rows, dim) * 1.03), expected, logits, params)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([1e-9, 0.2, 0.55, 0.9, 0.999]), st.integers(2, 40), st.booleans())
+def test_typical_p_is_that_of_transformers(seed: int, typical_p: float, size: int, ties: bool) -> None:
+    logits = torch.randn(2, size, generator=torch.Generator().manual_seed(seed)) * 2
+    logits = logits.round() if ties else logits
+    logits[:, 0] = NEG
+    ours = process(logits, SamplingParams(temperature=1.0, typical_p=typical_p))
+    theirs = TypicalLogitsWarper(typical_p)(torch.zeros(2, 1, dtype=torch.int64), logits.double())
+    if not ties:  # where two tokens are equally far from the entropy, rounding decides
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+    assert ours.amax(-1).tolist() == [0.0, 0.0]
+    if torch.equal(ours.isfinite(), theirs.isfinite()):
+        assert torch.allclose(ours.softmax(-1), theirs.softmax(-1).float(), atol=1e-6)
+
+
+def test_typical_p_by_hand() -> None:
+    """The entropy of (1/2, 1/4, 1/8, 1/8) is 1.75 bits: 1/4 lies nearest to it (2 bits), then 1/2 (1 bit)."""
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+
+    def kept(mass: float, **more: Any) -> list[bool]:
+        return process(logits, SamplingParams(temperature=1.0, typical_p=mass, **more)).isfinite()[0].tolist()
+
+    assert kept(0.2) == [False, True, False, False]
+    assert kept(0.25) == [False, True, False, False]
+    assert kept(0.26) == [True, True, False, False]
+    assert kept(0.76) == [True] * 4
+    assert kept(0.2, min_p=1.0) == [False, True, False, False]  # min_p asks the likeliest that is left
+    assert kept(0.8, top_k=2) == [True, True, False, False]
+    # Over what top_k left: the entropy of (2/3, 1/3) is 0.92 bits, and 0.58 lies nearer to it than 1.58.
+    assert kept(0.6, top_k=2) == [True, False, False, False]
 
 
 def test_excluded_tokens_stay_excluded() -> None:

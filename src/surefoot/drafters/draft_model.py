@@ -17,7 +17,7 @@ from torch import Tensor
 from surefoot.errors import InputError
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Target, Window
-from surefoot.verify import draft_token
+from surefoot.verify import draft_token, ruled
 
 CATCH_UP = 32  # tokens read in one pass when several were emitted since the last draft
 
@@ -73,10 +73,11 @@ class DraftModelDrafter:
         probs: list[list[Tensor]] = [[] for _ in sequences]
         while active:
             for i, s in active:
-                token, row = draft_token(rows[i], s.params, len(s.tokens) + len(tokens[i]), start=len(s.tokens))
+                row = ruled(s, rows[i][None], tokens[i])[0]
+                token, drawn_from = draft_token(row, s.params, len(s.tokens) + len(tokens[i]), start=len(s.tokens))
                 tokens[i].append(token)
-                if row is not None:
-                    probs[i].append(row)
+                if drawn_from is not None:
+                    probs[i].append(drawn_from)
             active = [(i, s) for i, s in active if len(tokens[i]) < rooms[i] and tokens[i][-1] not in s.stop_ids]
             guesses = [(self._readings[s.slot], [tokens[i][-1]]) for i, s in active]
             rows = dict(zip((i for i, _ in active), self._read(guesses), strict=True))

@@ -18,7 +18,7 @@ from surefoot.model import DraftHead, MTPHead
 from surefoot.model.spans import Layout, into_passes
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
-from surefoot.verify import draft_token
+from surefoot.verify import draft_token, ruled
 
 BULK_ROWS = 16  # observed rows above which the lane is filled by a prefill pass at once
 
@@ -114,7 +114,8 @@ class _Chain:
         # drafts that remain follow another distribution than the one handed over.
         if min_confidence > 0 and logits.softmax(-1).amax().item() < min_confidence:
             return False
-        token, probs = draft_token(logits, self.sequence.params, start + len(self._tokens), start)
+        row = ruled(self.sequence, logits[None], self._tokens)[0]
+        token, probs = draft_token(row, self.sequence.params, start + len(self._tokens), start)
         self._tokens.append(token)
         if probs is not None:
             self._probs.append(probs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -25,6 +26,7 @@ from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel, takes_eight_bits
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.memory import Memory, memory_of
+from surefoot.engine.request import Intake
 from surefoot.engine.runner import Progress, RunsItself, run
 from surefoot.engine.stats import Clock, Stats
 from surefoot.engine.target import DecoderTarget
@@ -32,12 +34,13 @@ from surefoot.errors import InputError, shown
 from surefoot.loading.checkpoint import MtpPolicy
 from surefoot.loading.tokenizer import Tokenizer, require_tokenizer
 from surefoot.sampling import SamplingParams, check_stop_ids, check_token_ids, require_int
-from surefoot.sequence import Sequence
+from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.types import Drafter, Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("whole", "fp8")  # as the checkpoint has them, or those of linear layers in 8 bits
 MAX_SIZE = 2**63 - 1  # of anything in a tensor
+Host = Callable[[], tuple[Target, Drafter]]
 TARGET_PARTS = ("vocab_size", "max_len", "slots", "prefill", "verify", "commit", "release")
 Prompt = str | Seq[int]
 
@@ -46,7 +49,8 @@ class Engine:
     """Decodes requests with one target and one drafter. Not safe for use from several threads at once.
 
     `draft_length` (K) bounds a draft; `notes` are sentences that a user should see, such as a drafter that was chosen
-    because the wanted one was not there. Raises InputError for parts that are none.
+    because the wanted one was not there. `host` gives the target and drafter for requests that ask for more than a
+    target with a step of its own can do. Raises InputError for parts that are none.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
+        host: Host | None = None,
     ) -> None:
         if not isinstance(target, RunsItself) and not has_all(target, TARGET_PARTS):
             raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
@@ -76,6 +81,9 @@ class Engine:
         self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
         self.clock = Clock()
+        self._host = host
+        decoder = target.decoder if isinstance(target, (DecoderTarget, RunsItself)) else None
+        self._intake = Intake(tokenizer, decoder, self.eos_token_ids)
         self._busy = False
 
     @classmethod
@@ -158,17 +166,17 @@ class Engine:
             check_takes_vocabulary(drafter)
         draft_head, said = model.draft_head(draft_vocab)
         notes += said
-        target: Target | RunsItself | None = None
-        if (
-            isinstance(drafter, str)
-            and (target := model.device_target(drafter, draft_length, slots, draft_head, progress=progress)) is not None
-        ):
-            chosen: Drafter = target.drafter
-        else:
-            target = model.target(slots)
-            chosen = model.drafter(drafter, slots, draft_head) if isinstance(drafter, str) else drafter
+
+        def host() -> tuple[Target, Drafter]:
+            own = isinstance(drafter, str)
+            return model.target(slots), model.drafter(drafter, slots, draft_head) if own else drafter
+
+        device = None
+        if isinstance(drafter, str):
+            device = model.device_target(drafter, draft_length, slots, draft_head, progress=progress)
+        target, chosen = host() if device is None else (device, device.drafter)
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
-                   eos_token_ids=model.eos_token_ids, notes=notes)  # fmt: skip
+                   eos_token_ids=model.eos_token_ids, notes=notes, host=host)  # fmt: skip
 
     def plain(self) -> Engine:
         """An engine that decodes plainly, over the same weights and slots; the two take turns."""
@@ -177,7 +185,14 @@ class Engine:
         if isinstance(target, RunsItself):
             target = target.plain()
             drafter = target.drafter
-        return Engine(target, drafter, 0, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids, notes=self.notes)
+        drafting = self._host
+
+        def host() -> tuple[Target, Drafter]:
+            assert drafting is not None
+            return drafting()[0], NoDrafter()
+
+        return Engine(target, drafter, 0, tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids, notes=self.notes,
+                      host=None if drafting is None else host)  # fmt: skip
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is also a sequence of str; it is one prompt
@@ -195,6 +210,7 @@ class Engine:
         `params` is one for all or one per prompt. Raises InputError for an empty prompt, a token id outside the
         vocabulary, or a prompt that leaves no room in `max_len`; TokenizerError for text without a tokenizer;
         NumericalError if the model gives logits that are not numbers. All prompts are checked before any is read.
+        With `n` > 1 the result is the first choice, and its `choices` are all of them.
         """
         single = isinstance(prompt, str) or not _is_batch(prompt)
         prompts: list[Any] = [prompt] if single else list(prompt)
@@ -203,25 +219,32 @@ class Engine:
             each = [SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError(f"params: expected one, or one per prompt ({len(prompts)}), found {len(each)}")
-        sequences = [self._sequence(p, s) for p, s in zip(prompts, each, strict=True)]
+        requests = [self._choices(p, s) for p, s in zip(prompts, each, strict=True)]
+        sequences = [sequence for choices in requests for sequence in choices]
         stats = {id(sequence): Stats() for sequence in sequences}
+        logprobs: dict[int, list[TokenLogprobs]] = {id(sequence): [] for sequence in sequences}
         before = self.clock.copy()
         for record in self._run(sequences):
             own = stats[id(record.sequence)]
             own.add(record)
             vars(own).update(self.clock.since(before))
+            logprobs[id(record.sequence)] += record.logprobs or ()
         results = []
-        for sequence in sequences:
-            assert sequence.finish_reason is not None
-            results.append(Generation(sequence.output, sequence.finish_reason, stats[id(sequence)], self.tokenizer))
+        for choices in requests:
+            first, *further = [self._generation(s, stats[id(s)], logprobs[id(s)]) for s in choices]
+            results.append(replace(first, further=tuple(further)))
         return results[0] if single else results
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, progress: Progress | None = None
     ) -> Iterator[StepRecord]:
         """Decode one prompt and yield every step as it is made. Arguments are checked at the call; `clock` tells the
-        time by phase so far. `progress(done, total)` counts prompt tokens while they are read."""
-        return self._run([self._sequence(prompt, SamplingParams() if params is None else params)], progress)
+        time by phase so far. `progress(done, total)` counts prompt tokens while they are read. One choice only: raises
+        InputError for `n` > 1."""
+        choices = self._choices(prompt, SamplingParams() if params is None else params)
+        if len(choices) > 1:
+            raise InputError(f"n: expected 1 in a stream (take each of params.choices() in turn), found {len(choices)}")
+        return self._run(choices, progress)
 
     def logits(self, token_ids: Seq[int]) -> Tensor:
         """The target's logits after each of the given tokens, [T, V] float32."""
@@ -242,10 +265,7 @@ class Engine:
     def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Generator[StepRecord, None, None]:
         self._check_idle()
         self._busy = True
-        if isinstance(self.target, RunsItself):
-            records = self.target.run(sequences, self.clock, progress)
-        else:
-            records = run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+        records = self._records(sequences, progress)
         try:
             while True:
                 with torch.inference_mode():  # not around the yield: the caller's own code runs there
@@ -263,17 +283,51 @@ class Engine:
             raise InputError(f"{name}: expected a checkpoint's target, found {type(self.target).__name__}")
         return self.target
 
+    def _records(self, sequences: list[Sequence], progress: Progress | None) -> Generator[StepRecord, None, None]:
+        """Each sequence's steps, from the target's own step or the host's loop."""
+        if not isinstance(self.target, RunsItself):
+            yield from run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
+            return
+        left = [sequence for sequence in sequences if sequence.params.needs_host]
+        if own := [sequence for sequence in sequences if not sequence.params.needs_host]:
+            yield from self.target.run(own, self.clock, progress)
+        if left:
+            assert self._host is not None  # `_sequence` has seen to that
+            target, drafter = self._host()
+            yield from run(left, drafter, target, self.draft_length, self.clock, progress)
+
     def _check_idle(self) -> None:
         if self._busy:  # its slots are taken
             raise InputError("engine: expected its open stream to be read to the end or closed first, found it open")
 
-    def _sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+    def _choices(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
+        """A sequence for each of the choices that the request asks for."""
         if not isinstance(params, SamplingParams):
             raise InputError(f"params: expected SamplingParams, found {shown(params)}")
         tokens = self._check_tokens(self.encode(prompt) if isinstance(prompt, str) else prompt, room=1)
+        return [self._sequence(list(tokens), choice) for choice in params.choices()]
+
+    def _sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
+        if params.needs_host and isinstance(self.target, RunsItself) and self._host is None:
+            raise InputError("params: expected what the target's own step can do, found more: see Engine.over")
         limit = min(len(tokens) + params.max_new_tokens, self.target.max_len)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.eos_token_ids)
-        return Sequence(0, tokens, params, limit, stop_ids)
+        return Sequence(
+            0, tokens, params, limit, stop_ids,
+            rules=self._intake.rules(params, tokens, stop_ids, self.target.vocab_size),
+            text=self._intake.text(params),
+            prompt=self._intake.prompt_reader(params, tokens),
+        )  # fmt: skip
+
+    def _generation(self, sequence: Sequence, stats: Stats, logprobs: list[TokenLogprobs]) -> Generation:
+        assert sequence.finish_reason is not None
+        text = self._intake.text(sequence.params)
+        return Generation(
+            sequence.output, sequence.finish_reason, stats, self.tokenizer,
+            logprobs=None if sequence.params.logprobs is None else logprobs,
+            prompt_logprobs=None if sequence.prompt is None else sequence.prompt.logprobs,
+            cut_text=None if text is None else text.push(sequence.output) + text.flush(),
+        )  # fmt: skip
 
     def _check_tokens(self, prompt: Seq[int], room: int) -> list[int]:
         tokens = check_token_ids("prompt", prompt, self.target.vocab_size)

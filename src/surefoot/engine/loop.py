@@ -12,21 +12,24 @@ from dataclasses import dataclass, replace
 
 from surefoot.errors import InputError, shown
 from surefoot.sampling import check_token_ids
-from surefoot.sequence import Sequence
+from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.types import Draft, Drafter, Target, Verdict, Window
-from surefoot.verify import verify
+from surefoot.verify import ruled, token_logprobs, verify
+
+FORCED = "grammar"  # the source of a draft of what a grammar prescribes
 
 
 @dataclass(frozen=True)
 class StepRecord:
     """What one step did to one sequence. `emitted` counts the tokens it put out; when the output ended inside the
-    draft, that is fewer than `verdict.accepted + 1`."""
+    draft, that is fewer than `verdict.accepted + 1`. `logprobs` has one entry each, if that was asked for."""
 
     sequence: Sequence
     position: int
     draft: Draft
     verdict: Verdict
     emitted: int
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -44,6 +47,8 @@ def prefill(sequence: Sequence, drafter: Drafter, target: Target) -> Iterator[in
     Yields after every chunk how many tokens have been read (all of them, if the target does not show its states)."""
     for position, hidden in target.prefill(sequence.slot, sequence.tokens[:-1]):
         drafter.observe(sequence, position, hidden)
+        if sequence.prompt is not None and hidden is not None:
+            sequence.prompt.read(position, hidden)
         yield position + (len(sequence.tokens) - 1 - position if hidden is None else len(hidden))
 
 
@@ -51,20 +56,45 @@ def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: i
     """Advance every sequence of the batch by one draft, one verify pass and one commit.
 
     A draft never reaches past the sequence's limit: with `room` tokens left, `room - 1` draft tokens and the one that
-    follows them fill it exactly.
+    follows them fill it exactly. What a grammar prescribes is the draft, if it is as long or the drafter has none.
     """
     depths = [min(draft_length, sequence.room - 1) for sequence in batch]
-    drafts = check_drafts(drafter, drafter.propose(batch, depths), depths, target.vocab_size)
+    forced = [_forced(sequence, depth) for sequence, depth in zip(batch, depths, strict=True)]
+    asked = [0 if len(tokens) == depth else depth for tokens, depth in zip(forced, depths, strict=True)]
+    drafts = check_drafts(drafter, drafter.propose(batch, asked), asked, target.vocab_size)
+    drafts = [_by_grammar(*parts) for parts in zip(batch, drafts, forced, strict=True)]
     windows = [Window(s.slot, (s.tokens[-1], *draft.tokens)) for s, draft in zip(batch, drafts, strict=True)]
     records = []
     for sequence, draft, scores in zip(batch, drafts, target.verify(windows), strict=True):
         position = len(sequence.tokens)
-        verdict = verify(draft, scores.logits, sequence.params, position)
+        logits = ruled(sequence, scores.logits, draft.tokens)
+        verdict = verify(draft, logits, sequence.params, position)
         emitted = sequence.extend((*draft.tokens[: verdict.accepted], verdict.token))
         target.commit(sequence.slot, keep=emitted)  # all that was emitted but its last token, and the one before it
         drafter.observe(sequence, position - 1, None if scores.hidden is None else scores.hidden[:emitted])
-        records.append(StepRecord(sequence, position, draft, verdict, emitted))
+        record = StepRecord(sequence, position, draft, verdict, emitted)
+        if (count := sequence.params.logprobs) is not None:
+            rows = zip(scores.logits, record.tokens, strict=False)
+            record = replace(record, logprobs=tuple(token_logprobs(row, token, count) for row, token in rows))
+        records.append(record)
     return records
+
+
+def _forced(sequence: Sequence, depth: int) -> tuple[int, ...]:
+    """At most `depth` tokens that the sequence's grammar prescribes."""
+    return () if sequence.rules is None else tuple(sequence.rules.forced(sequence.tokens)[:depth])
+
+
+def _by_grammar(sequence: Sequence, draft: Draft, forced: tuple[int, ...]) -> Draft:
+    """The draft as far as the grammar takes it; what the grammar prescribes, where there is no draft.
+
+    A draft that was drawn stays whole: to cut it by what was drawn would make the rest follow another distribution than
+    the one handed over. The target's row refuses the token all the same."""
+    if sequence.rules is None:
+        return draft
+    if draft.probs is None:
+        draft = replace(draft, tokens=draft.tokens[: sequence.rules.cut(sequence.tokens, draft.tokens)])
+    return draft if draft.tokens else Draft(forced, source=FORCED if forced else draft.source)
 
 
 def check_drafts(drafter: Drafter, drafts: object, depths: Seq[int], vocab_size: int) -> list[Draft]:

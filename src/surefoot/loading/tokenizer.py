@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ class Tokenizer:
         template = _template_file(folder / "chat_template.jinja") or _template_setting(settings.get("chat_template"))
         return cls(backend, template, _specials(settings))
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the highest token id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1

@@ -24,11 +24,11 @@ _ONE = 2**40  # probability 1 as an integer
 def process(logits: Tensor, params: SamplingParams, position: int = 0) -> Tensor:
     """Processed logits of every row: [n, V] of any float type to float32 [n, V], excluded tokens at -inf.
 
-    In this order: temperature, top_k, top_p over what top_k left (renormalised), min_p; the order of transformers.
-    min_p compares with the most probable token, which every filter keeps, so its place changes nothing. Where equal
-    logits straddle the border of top_k or top_p, the lowest ids stay. At least one token always stays. The largest
-    logit of a row is moved to 0, so no temperature overflows; temperature 0 leaves the first largest logit alone.
-    Filters that are off cost nothing.
+    In this order: temperature, top_k, top_p over what top_k left (renormalised), typical_p over what these left, min_p.
+    min_p compares with the most probable token that is left; only typical_p may have dropped the most probable of all.
+    Where equal logits straddle the border of top_k or top_p, the lowest ids stay. At least one token always stays. The
+    largest logit of a row is moved to 0, so no temperature overflows; temperature 0 leaves the first largest logit
+    alone. Filters that are off cost nothing. What depends on the history comes before all this: `verify.rules`.
 
     Row i belongs to `position + i`. Raises NumericalError naming the position of a row that holds NaN or +inf, or that
     excludes every token, InputError for what is no logits or no SamplingParams.
@@ -62,10 +62,9 @@ def process_unchecked(logits: Tensor, params: SamplingParams) -> tuple[Tensor, T
         scaled /= max(params.temperature, _TINY)  # smaller ones would be 0 in float32
     top_k = params.top_k if 0 < params.top_k < rows.shape[-1] else None
     if top_k is not None or params.top_p < 1.0:
-        # On a GPU a batched softmax may split a long row by how many there are: rows go one by one, each in memory of
-        # its own, since alignment can choose a kernel too.
-        parts = [row.clone() for row in scaled.split(1)] if scaled.is_cuda else [scaled]
-        scaled = torch.cat([_keep_best(part, top_k, params.top_p) for part in parts])
+        scaled = torch.cat([_keep_best(part, top_k, params.top_p) for part in _apart(scaled)])
+    if params.typical_p < 1.0:
+        scaled = torch.cat([_keep_typical(part, params.typical_p) for part in _apart(scaled)])
     if params.min_p > 0.0:
         scaled = scaled.masked_fill(scaled < math.log(params.min_p), -math.inf)
     return scaled, largest[:, 0]
@@ -96,6 +95,12 @@ def check_finite(largest: Iterable[float], position: int) -> None:
             raise NumericalError(f"logits at position {position + row}: expected finite numbers or -inf, found {what}")
 
 
+def _apart(rows: Tensor) -> list[Tensor]:
+    """Rows as they can be summed: on a GPU a batched softmax may split a long row by how many there are, so there they
+    go one by one, each in memory of its own, since alignment can choose a kernel too."""
+    return [row.clone() for row in rows.split(1)] if rows.is_cuda else [rows]
+
+
 def _keep_best(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Keep each row's first m tokens by (logit descending, id ascending): [n, V] → [n, V].
 
@@ -115,3 +120,23 @@ def _keep_best(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
     room = count - (best > border).sum(dim=-1, keepdim=True)
     keep = (scaled > border) | (at_border & (at_border.cumsum(dim=-1) <= room))
     return scaled.masked_fill(~keep, -math.inf)
+
+
+def _keep_typical(scaled: Tensor, mass: float) -> Tensor:
+    """Locally typical sampling (Meister et al. 2023, arXiv 2202.00666), as transformers has it: [n, V] → [n, V].
+
+    Tokens go by how far their surprisal -log p lies from the row's entropy, nearest first; the first whose
+    probabilities reach `mass` stay, with all that are as near as the last of them. Sums are of integers, as in
+    `_keep_best`. The largest logit left is moved to 0.
+    """
+    logs = scaled.log_softmax(dim=-1)
+    probs = logs.exp()
+    # Entropy in units of 2^-40; a term is at most 1 / e. A token that is excluded adds nothing and is infinitely far.
+    terms = torch.where(probs > 0, -logs * probs, 0.0)
+    entropy = (terms.double() * _ONE).to(torch.int64).sum(dim=-1, keepdim=True).double() / _ONE
+    far = (-logs.double() - entropy).abs()
+    near, order = far.sort(dim=-1)
+    reached = (probs.double() * _ONE).to(torch.int64).gather(-1, order).cumsum(dim=-1)
+    last = (reached < math.ceil(mass * _ONE)).sum(dim=-1, keepdim=True).clamp_(max=scaled.shape[-1] - 1)
+    kept = scaled.masked_fill(far > near.gather(-1, last), -math.inf)
+    return kept - kept.amax(dim=-1, keepdim=True)
