@@ -168,8 +168,7 @@ class Engine:
         notes += said
 
         def host() -> tuple[Target, Drafter]:
-            own = isinstance(drafter, str)
-            return model.target(slots), model.drafter(drafter, slots, draft_head) if own else drafter
+            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(drafter, str) else drafter
 
         device = None
         if isinstance(drafter, str):
