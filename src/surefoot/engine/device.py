@@ -45,8 +45,8 @@ AHEAD = 2  # steps in flight
 
 
 class StepDrafter(NoDrafter):
-    """Stands for a drafter that is part of the step: it takes prompts into the head's lane, if there is a head, and leaves
-    the rest to the step."""
+    """Stands for a drafter that is part of the step: it takes prompts into the head's lane, if there is a head, and
+    leaves the rest to the step."""
 
     def __init__(self, name: str, lane: Lane | None) -> None:
         self.name, self._lane = name, lane
