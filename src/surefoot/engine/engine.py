@@ -80,7 +80,7 @@ class Engine:
                 "other drafters need an engine of their own, see Engine.over"
             )
         self.target = target
-        check_draft_length(drafter.name, draft_length, self._device())
+        check_draft_length(drafter.name, draft_length, self.device)
         self.drafter = drafter
         self.draft_length = draft_length
         self.tokenizer = tokenizer
@@ -324,7 +324,7 @@ class Engine:
         if draft_length is None:
             draft_length = 0 if drafter.name == "none" else self.draft_length or DRAFT_LENGTH
         elif drafter.name != "none":
-            check_draft_length(drafter.name, draft_length, self._device())
+            check_draft_length(drafter.name, draft_length, self.device)
         if isinstance(self.target, RunsItself) and draft_length != self.draft_length:
             raise InputError(f"draft_length: expected that of the device's step, {self.draft_length}, "
                              f"found {draft_length}")  # fmt: skip
@@ -347,7 +347,9 @@ class Engine:
         except CheckpointError as error:
             raise InputError(str(error)) from error
 
-    def _device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:
+        """Where the target is; a CPU for all it is known of targets of other kinds."""
         if isinstance(self.target, (DecoderTarget, RunsItself)):
             return self.target.decoder.device
         return torch.device("cpu")
