@@ -181,7 +181,9 @@ class Engine:
         notes += said
 
         def host() -> tuple[Target, Drafter]:
-            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(drafter, str) else drafter
+            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(
+                drafter, str
+            ) else drafter
 
         device = None
         if isinstance(drafter, str):
@@ -364,8 +366,8 @@ class Engine:
             raise InputError(f"engine: expected its {self._held} to be read to the end or closed first, found it open")
 
     def sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError for `n` > 1
-        besides."""
+        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError for `n` > 1,
+        too."""
         choices = self._choices(prompt, params)
         if len(choices) > 1:
             raise InputError(f"n: expected 1 (take each of params.choices() in turn), found {len(choices)}")
