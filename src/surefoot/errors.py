@@ -4,6 +4,7 @@
     ├── InputError        an argument of the caller is wrong (also a ValueError)
     ├── CheckpointError   a checkpoint's files do not hold what they must
     ├── TokenizerError    text was given or asked for and there is no tokenizer for it
+    ├── QueueFullError    as many requests wait as may wait; later there will be room
     └── NumericalError    a model produced values that cannot be used, NaN logits for example
 
 Messages name the thing, what was expected, and what was found.
@@ -26,6 +27,10 @@ class CheckpointError(SurefootError):
 
 class TokenizerError(SurefootError):
     """Text was given or asked for and the model has no tokenizer."""
+
+
+class QueueFullError(SurefootError):
+    """As many requests are waiting as may wait."""
 
 
 class NumericalError(SurefootError):

@@ -12,7 +12,7 @@ from surefoot.sampling import SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class PromptReader(Protocol):
         """The target's hidden states [n, H] of the prompt's tokens from `position` on."""
 
 
-@dataclass
+@dataclass(eq=False)  # one is never another, whatever they hold
 class Sequence:
     """Prompt and output of one request. `tokens` holds both; the last one has been emitted but not yet read by the
     target. `stop_ids` end the output, as does `text` once a stop string is complete; `limit` is the length (prompt
     included) at which it ends in any case. `rules` are None where the history has no say; `prompt` is shown the
-    target's hidden states while the prompt is read."""
+    target's hidden states while the prompt is read. `draft_length`, if given, bounds its drafts in place of the loop's;
+    `cached_tokens` of the prompt were not read but known from an earlier one; `error` is why it ended, if by "error".
+    """
 
     slot: int
     tokens: list[int]
@@ -73,8 +75,11 @@ class Sequence:
     rules: Rules | None = field(default=None, repr=False)
     text: TextWatch | None = field(default=None, repr=False)
     prompt: PromptReader | None = field(default=None, repr=False)
+    draft_length: int | None = None
     prompt_length: int = field(init=False)
     finish_reason: FinishReason | None = field(init=False, default=None)
+    error: Exception | None = field(init=False, default=None)
+    cached_tokens: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)

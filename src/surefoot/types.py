@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,16 +53,20 @@ class Verdict:
     token: int
 
 
-class Target(Protocol):
+class ReadsPrompts(Protocol):
+    """The part of a `Target` that reads prompts."""
+
+    def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor | None]]:
+        """Empty the slot and read `tokens` into it, chunk by chunk; yields (position of the chunk's first token,
+        post-norm hidden [n, H] or None) after each chunk. No tokens: the slot is emptied and nothing is yielded."""
+
+
+class Target(ReadsPrompts, Protocol):
     """The model whose output is promised. A slot is one sequence's place in its caches."""
 
     vocab_size: int
     max_len: int
     slots: int
-
-    def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor | None]]:
-        """Empty the slot and read `tokens` into it, chunk by chunk; yields (position of the chunk's first token,
-        post-norm hidden [n, H] or None) after each chunk. No tokens: the slot is emptied and nothing is yielded."""
 
     def verify(self, windows: Seq[Window]) -> list[Scores]:
         """Score one window per slot. Every window must be committed before the slot's next one."""
@@ -72,6 +76,59 @@ class Target(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget the slot's sequence."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Copies of what a slot holds of its sequence's positions `start .. stop - 1`, in the CPU's memory, and of what it
+    carries on from there; the owner knows the order of the tensors."""
+
+    start: int
+    stop: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@runtime_checkable
+class ResumableTarget(ReadsPrompts, Protocol):
+    """What a Target offers besides, so that a prompt's beginning need not be read twice.
+
+    Prompts are read in chunks that begin at multiples of `chunk`. A state depends on where the chunks before it ended,
+    in its last bits: so only one that stands at a multiple of `chunk`, or at the very end of the tokens to be read, is
+    the one that reading would give.
+    """
+
+    chunk: int
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        """Copy positions `start .. stop - 1` while `stop` tokens have been read. No window may be open."""
+
+    def resume(self, slot: int, tokens: Seq[int], kept: Seq[Kept]) -> Iterator[tuple[int, Tensor]]:
+        """`prefill`, but for the first tokens, which are put back from copies that follow one another from position
+        0 on. Always yields hidden states."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A Drafter says by `part` that it may be shown a prompt from a later position on: None if it needs nothing for
+    that, else the name of what it has to be given back (a `ResumableDrafter`), the same for all that keep the same."""
+
+    part: str | None
+
+
+@runtime_checkable
+class ResumableDrafter(Resumable, Protocol):
+    """What such a Drafter offers besides."""
+
+    def keep(self, sequence: Sequence, start: int, stop: int) -> Kept:
+        """Copy what it holds of positions `start .. stop - 1` after observing the first `stop`."""
+
+    def resume(self, sequence: Sequence, kept: Seq[Kept]) -> None:
+        """Take copies that follow one another from position 0 on for what was observed of a new sequence."""
 
 
 class Drafter(Protocol):

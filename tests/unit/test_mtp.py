@@ -10,7 +10,6 @@ import torch
 from surefoot import Engine, SamplingParams
 from surefoot.cache import KVCache
 from surefoot.drafters.mtp import BULK_ROWS, MTPDrafter
-from surefoot.engine import target as engine_target
 from surefoot.engine.target import DecoderTarget
 from surefoot.errors import CheckpointError, InputError
 from surefoot.loading.tiny import tiny_config, write_checkpoint
@@ -65,7 +64,7 @@ def test_drafts_do_not_depend_on_how_the_prompt_was_observed() -> None:
         for start in range(0, 99, chunk):
             drafter.observe(sequence, start, hidden[start : start + chunk])
         drafts.append(drafter.propose([sequence], [4])[0].tokens)
-        lanes.append(lane_bits(drafter._lane, 0, 99))
+        lanes.append(lane_bits(drafter._lane.cache, 0, 99))
     assert len(drafts[0]) == 4
     assert all(draft == drafts[0] for draft in drafts)
     for lane in lanes:
@@ -89,7 +88,7 @@ def test_lane_holds_target_rows_after_any_outcome(tmp_path: Path) -> None:
     text = [1, 2, 3, *out.token_ids]
     # The last step's rows enter the lane with the next draft, which never comes: leave its tokens out.
     length = len(text) - 1 - 6
-    ours = lane_bits(engine.drafter._lane, 0, length)
+    ours = lane_bits(engine.drafter._lane.cache, 0, length)
     with torch.inference_mode():
         hidden = torch.cat([h for _, h in engine.target.prefill(0, text[:-1])])
         lane = engine.drafter._head.build_lane(1)
@@ -98,7 +97,7 @@ def test_lane_holds_target_rows_after_any_outcome(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, reference, atol=1e-4, rtol=1e-4)
 
 
-def test_acceptance_does_not_depend_on_the_prefill_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_does_not_depend_on_the_prefill_chunk(tmp_path: Path) -> None:
     config = tiny_config(vocab_size=8)
     write_checkpoint(tmp_path, config, random_tensors(config, seed=2))
     engine = Engine.from_pretrained(tmp_path, drafter="mtp", draft_length=3, max_len=256)
@@ -106,7 +105,7 @@ def test_acceptance_does_not_depend_on_the_prefill_chunk(tmp_path: Path, monkeyp
     params = SamplingParams(max_new_tokens=40, temperature=0.8, ignore_eos=True)
     accepted = []
     for chunk in (512, 64, 33):
-        monkeypatch.setattr(engine_target, "PREFILL_CHUNK", chunk)
+        engine.target.chunk = chunk  # type: ignore[union-attr]  # a DecoderTarget
         accepted.append(engine.generate(prompt, params).stats.accepted_by_position)
     assert accepted[0] == accepted[1] == accepted[2]
 

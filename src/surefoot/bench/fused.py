@@ -11,11 +11,13 @@ from torch import Tensor
 
 from surefoot.bench.prompts import random_tokens
 from surefoot.bench.turns import Action, timed
-from surefoot.engine.device import read_prompt
+from surefoot.engine.device import DeviceReader
 from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
 from surefoot.model import DraftHead
 from surefoot.model.fused import FusedModel
+from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
 
 SIZES = range(1, 17)
 REPLAYS = 20  # at most, timed together: a graph is launched in less time than a clock is read around a wait
@@ -38,8 +40,10 @@ class FusedPasses:
 
     def start(self) -> None:
         """Read the prompts, if the cache does not have them."""
+        reader = DeviceReader(self._model)
         for slot, prompt in enumerate(self._prompts):
-            read_prompt(self._model, slot, prompt)
+            for _ in reader.read(Sequence(slot, list(prompt), SamplingParams(), len(prompt) + 1)):
+                pass
 
     def read(self, tokens: Seq[int], keep: int) -> Tensor:
         """A window of slot 0; the next one applies what was kept."""

@@ -27,6 +27,20 @@ class KVCache:
         self.keys[slot, :, position:stop] = keys.transpose(0, 1)
         self.values[slot, :, position:stop] = values.transpose(0, 1)
 
+    def copy_out(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Copies of positions `start .. stop - 1`, [Hkv, n, D] each, in the CPU's memory."""
+        return copied(self.keys[slot, :, start:stop]), copied(self.values[slot, :, start:stop])
+
+    def copy_in(self, slot: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Put such copies back, from position `start` on."""
+        self.keys[slot, :, start : start + keys.shape[1]] = keys.to(self.keys.device)
+        self.values[slot, :, start : start + keys.shape[1]] = values.to(self.values.device)
+
     def read(self, slot: int, length: int) -> tuple[Tensor, Tensor]:
         """Views of the first `length` keys and values, [Hkv, length, D]."""
         return self.keys[slot, :, :length], self.values[slot, :, :length]
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy in the CPU's memory that holds on to no more than its own elements."""
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)

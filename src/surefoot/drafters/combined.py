@@ -9,7 +9,7 @@ from torch import Tensor
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.sampling import require_int
 from surefoot.sequence import Sequence
-from surefoot.types import Draft, Drafter
+from surefoot.types import Draft, Drafter, Kept, Resumable, ResumableDrafter
 
 MIN_MATCH = 4  # matched tokens from which a copied draft is taken before the other drafter's
 
@@ -27,6 +27,8 @@ class CombinedDrafter:
         self._first = first
         self._then = then
         self._min_match = min_match
+        if isinstance(then, Resumable):
+            self.part = then.part
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         """Each sequence's draft from the one or the other; `then` is asked once, for all that are left to it."""
@@ -43,6 +45,16 @@ class CombinedDrafter:
         """Show both what was committed."""
         self._first.observe(sequence, position, hidden)
         self._then.observe(sequence, position, hidden)
+
+    def keep(self, sequence: Sequence, start: int, stop: int) -> Kept:
+        """What the other drafter keeps."""
+        assert isinstance(self._then, ResumableDrafter)
+        return self._then.keep(sequence, start, stop)
+
+    def resume(self, sequence: Sequence, kept: Seq[Kept]) -> None:
+        """Give the other drafter what it kept."""
+        assert isinstance(self._then, ResumableDrafter)
+        self._then.resume(sequence, kept)
 
     def release(self, sequence: Sequence) -> None:
         """Make both forget the sequence."""

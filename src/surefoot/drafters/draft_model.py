@@ -54,6 +54,7 @@ class DraftModelDrafter:
     """
 
     name = "draft-model"
+    part: str | None = None  # it reads the whole prompt itself
 
     def __init__(self, model: DraftTarget, vocab_size: int) -> None:
         if model.vocab_size != vocab_size:

@@ -12,12 +12,13 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from surefoot.drafters.lane import Lane
 from surefoot.errors import InputError
 from surefoot.kernels.rows import padded_rows
 from surefoot.model import DraftHead, MTPHead
 from surefoot.model.spans import Layout, into_passes
 from surefoot.sequence import Sequence
-from surefoot.types import Draft
+from surefoot.types import Draft, Kept
 from surefoot.verify import draft_token, ruled
 
 BULK_ROWS = 16  # observed rows above which the lane is filled by a prefill pass at once
@@ -29,6 +30,7 @@ class MTPDrafter:
     token is less likely than that."""
 
     name = "mtp"
+    part: str | None = Lane.part
 
     def __init__(
         self, head: MTPHead, slots: int, min_confidence: float = 0.0, draft_head: DraftHead | None = None
@@ -36,47 +38,42 @@ class MTPDrafter:
         if not 0.0 <= min_confidence < 1.0:
             raise InputError(f"min_confidence: expected at least 0 and below 1, found {min_confidence}")
         self._head = head
-        self._lane = head.build_lane(slots)
+        self._lane = Lane(head, head.build_lane(slots), slots, BULK_ROWS)
         self._lm_head = draft_head or head.decoder
         self._min_confidence = min_confidence
-        # Per slot: the first position whose final row is not in the lane yet, and the target's hidden states from it.
-        self._pending: list[tuple[int, Tensor] | None] = [None] * slots
 
     def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
         """Remember the target's hidden states; long runs of them enter the lane right away."""
-        if hidden is None:
-            raise InputError("drafter 'mtp': expected a target that gives hidden states, found none")
-        slot, pending = sequence.slot, self._pending[sequence.slot]
-        if pending is not None and position > 0:
-            position, hidden = pending[0], torch.cat([pending[1], hidden])
-        if hidden.shape[0] > BULK_ROWS:
-            # The last row stays: its output is the next draft.
-            done = hidden.shape[0] - 1
-            following = sequence.tokens[position + 1 : position + 1 + done]
-            self._head.prefill(hidden[:done], following, self._lane, slot, position)
-            position, hidden = position + done, hidden[done:]
-        self._pending[slot] = (position, hidden)
+        self._lane.observe(sequence, position, hidden)
+
+    def keep(self, sequence: Sequence, start: int, stop: int) -> Kept:
+        """Copy the lane's rows and the states that wait."""
+        return self._lane.keep(sequence.slot, start, stop)
+
+    def resume(self, sequence: Sequence, kept: Seq[Kept]) -> None:
+        """Put them back."""
+        self._lane.resume(sequence.slot, kept)
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         """Chain the head up to `depths[i]` times behind each sequence; nothing where nothing was observed yet."""
         chains = [
             _Chain(sequence, depth, *pending)
             for sequence, depth in zip(sequences, depths, strict=True)
-            if depth > 0 and (pending := self._pending[sequence.slot]) is not None
+            if depth > 0 and (pending := self._lane.pending[sequence.slot]) is not None
         ]
-        for chain in chains:  # the rows they hold enter the lane for good now
-            self._pending[chain.sequence.slot] = None
         running = chains
         while running:
             counts = [chain.hidden.shape[0] for chain in running]
             passes = into_passes(running, counts, self._head.decoder.device)
             running = [chain for part in passes for chain in self._extend(part)]
+        for chain in chains:  # the rows they held are in the lane for good now
+            self._lane.release(chain.sequence.slot)
         by_slot = {chain.sequence.slot: chain.draft() for chain in chains}
         return [by_slot.get(sequence.slot, Draft(source=self.name)) for sequence in sequences]
 
     def release(self, sequence: Sequence) -> None:
         """Forget the sequence; its lane is overwritten by the slot's next one."""
-        self._pending[sequence.slot] = None
+        self._lane.release(sequence.slot)
 
     def _extend(self, chains: list[_Chain]) -> list[_Chain]:
         """Draft one more token for each chain in one pass; returns those that go on."""
@@ -84,7 +81,7 @@ class MTPDrafter:
         device, least = decoder.device, decoder.linear.least_rows
         layout = Layout.of([(c.sequence.slot, c.position, c.hidden.shape[0]) for c in chains], device, least)
         hidden = torch.cat([c.hidden for c in chains])
-        out = self._head.decode(hidden, [t for c in chains for t in c.following()], self._lane, layout)
+        out = self._head.decode(hidden, [t for c in chains for t in c.following()], self._lane.cache, layout)
         last = [span.row + span.count - 1 for span in layout.spans]
         padding = padded_rows(len(last), device, least) - len(last)
         out = out[last + last[:1] * padding]

@@ -116,6 +116,7 @@ class NgramDrafter:
     """
 
     name = "ngram"
+    part: str | None = None  # its index is made from the tokens alone
 
     def __init__(self, max_ngram: int = 5, min_ngram: int = 2, match: MatchRule = "latest") -> None:
         _check(max_ngram, min_ngram, match)

@@ -14,6 +14,7 @@ class NoDrafter:
     """Proposes an empty draft for every sequence."""
 
     name = "none"
+    part: str | None = None
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         """One empty draft per sequence, whatever the depths."""

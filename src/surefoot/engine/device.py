@@ -18,20 +18,23 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
+from surefoot.cache.prefix import PrefixCache, keep_layers
 from surefoot.drafters.combined import MIN_MATCH
+from surefoot.drafters.lane import Lane
 from surefoot.drafters.none import NoDrafter
-from surefoot.engine.loop import StepRecord
-from surefoot.engine.runner import Progress
+from surefoot.engine.loop import Failed, StepRecord
+from surefoot.engine.prompts import Progress, read
+from surefoot.engine.runner import Runner, Ways, drain
 from surefoot.engine.stats import Clock
-from surefoot.engine.target import prefill_chunk
-from surefoot.errors import NumericalError
+from surefoot.engine.target import prefill_chunk, read_prompt
+from surefoot.errors import InputError, NumericalError
 from surefoot.kernels.fused import ngram
 from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
 from surefoot.model import DraftHead
 from surefoot.model.fused import FusedModel
 from surefoot.sequence import Sequence
-from surefoot.types import Draft, Drafter, Verdict
+from surefoot.types import Draft, Drafter, Kept, Verdict
 from surefoot.verify.fused.acceptance import RECORD, Rejection, accept
 from surefoot.verify.fused.requests import Requests
 from surefoot.verify.fused.sampling import Workspace, choose, draw_draft
@@ -42,10 +45,74 @@ AHEAD = 2  # steps in flight
 
 
 class StepDrafter(NoDrafter):
-    """Stands for a drafter that is part of the step: it has a name, and nothing to do."""
+    """Stands for a drafter that is part of the step: it takes prompts into the head's lane, if there is a head, and
+    leaves the rest to the step."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, lane: Lane | None) -> None:
+        self.name, self._lane = name, lane
+        self.part = None if lane is None else lane.part
+
+    def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
+        """Take a chunk of the prompt into the lane."""
+        if self._lane is not None:
+            self._lane.observe(sequence, position, hidden)
+
+    def last_state(self, slot: int) -> Tensor | None:
+        """The state [H] whose row is not in the lane yet, as the token behind it is the step's to read."""
+        pending = None if self._lane is None else self._lane.pending[slot]
+        return None if pending is None else pending[1][-1]
+
+    def keep(self, sequence: Sequence, start: int, stop: int) -> Kept:
+        """Copy the lane's rows and the state that waits."""
+        assert self._lane is not None
+        return self._lane.keep(sequence.slot, start, stop)
+
+    def resume(self, sequence: Sequence, kept: Seq[Kept]) -> None:
+        """Put them back."""
+        assert self._lane is not None
+        self._lane.resume(sequence.slot, kept)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forget the sequence's prompt."""
+        if self._lane is not None:
+            self._lane.release(sequence.slot)
+
+
+class DeviceReader:
+    """Reads prompts into a model's slots: a `ResumableTarget`, but for `release`, with the head's lane."""
+
+    def __init__(self, model: FusedModel, drafter: str = "none", chunk: int | None = None) -> None:
+        self._model = model
+        self.chunk = prefill_chunk(model.decoder.device) if chunk is None else chunk
+        lane = None if model.head is None else Lane(model.head, model.lane, model.slots, most_pending=1)
+        self.drafter = StepDrafter(drafter, lane)
+
+    def read(self, sequence: Sequence, prefixes: PrefixCache | None = None) -> Iterator[int]:
+        """Read the prompt into its slot, all but its last token, and fill the head's lane; the next step goes on from
+        there. Yields after every chunk how many tokens have been read. A prompt that the cache has kept is not read
+        again."""
+        slot, prompt, cache = sequence.slot, list(sequence.tokens), self._model.prefill_cache
+        kept = cache.recall(slot, prompt)
+        if kept is None:
+            yield from read(sequence, self.drafter, self, prefixes)
+            hidden = self.drafter.last_state(slot)
+            cache.keep(slot, prompt, hidden)
+        else:
+            hidden = kept.hidden
+        cache.finish(slot)
+        self._model.progress.start(slot, prompt, hidden)
+
+    def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
+        """Empty the slot and read the tokens into it, a chunk at a time."""
+        return self.resume(slot, tokens, ())
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        """Copy what was read from `start` on, and the states; waits for the device."""
+        return keep_layers(self._model.prefill_cache.layers, slot, start, stop)
+
+    def resume(self, slot: int, tokens: Seq[int], kept: Seq[Kept]) -> Iterator[tuple[int, Tensor]]:
+        """`prefill` behind what was kept."""
+        return read_prompt(self._model.decoder, self._model.prefill_cache, slot, tokens, self.chunk, kept)
 
 
 class Overwrite(Protocol):
@@ -153,10 +220,12 @@ class DeviceTarget:
     """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs."""
 
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int,
-                 draft_head: DraftHead | None = None, overwrite: Overwrite | None = None) -> None:  # fmt: skip
+                 draft_head: DraftHead | None = None, overwrite: Overwrite | None = None,
+                 chunk: int | None = None) -> None:  # fmt: skip
         self.model, self.decoder, self._draft_head = model, model.decoder, draft_head
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
-        self.drafter: Drafter = StepDrafter(drafter)
+        self.reader = DeviceReader(model, drafter, chunk)
+        self.drafter, self.chunk = self.reader.drafter, self.reader.chunk
         self._name, self._overwrite = drafter, overwrite
         self._depth = 0 if drafter == "none" else draft_length
         device = model.decoder.device
@@ -174,65 +243,45 @@ class DeviceTarget:
             if progress is not None:
                 progress(done, len(sizes))
 
+    def runner(self, ways: Ways) -> DeviceRunner:
+        """What runs requests with this target's step; one at a time."""
+        return DeviceRunner(self, ways)
+
     def run(
         self, sequences: Iterable[Sequence], clock: Clock | None = None, progress: Progress | None = None
     ) -> Generator[StepRecord, None, None]:
         """Decode all sequences and yield every step of every sequence: `engine.runner.run` for this target."""
-        clock = clock or Clock()
-        waiting = deque(sequences)
-        if any(_by_ratio(sequence) for sequence in waiting):
-            self.warm_up(sampled=True)
-        running: dict[int, Sequence] = {}
-        flights: deque[_Flight] = deque()
-        try:
-            while waiting or running or flights:
-                while waiting and len(running) < self.slots and not flights:
-                    sequence = waiting.popleft()
-                    sequence.slot = min(set(range(self.slots)) - running.keys())
-                    with clock.phase("prefill_s"):
-                        self._start(sequence, progress)
-                    running[sequence.slot] = sequence
-                records: list[StepRecord] = []
-                with clock.phase("decode_s"):
-                    if running and not (waiting and len(running) < self.slots):
-                        flights.append(self._launch(running))
-                    if flights and (len(flights) >= AHEAD or not running or waiting):
-                        records = flights.popleft().land()
-                    for record in records:
-                        if record.sequence.finish_reason is not None:
-                            self._release(record.sequence.slot)
-                            del running[record.sequence.slot]
-                yield from records
-        finally:
-            for slot in running:
-                self._release(slot)
+        return drain(self.runner(Ways(clock, progress)), sequences)
 
     def plain(self) -> DeviceTarget:
         """Plain decoding over the same model and slots."""
-        return DeviceTarget(self.model, "none", 0)
+        return DeviceTarget(self.model, "none", 0, chunk=self.chunk)
 
     def score(self, tokens: Seq[int]) -> Tensor:
         """The logits after each of the tokens, [T, V] float32; uses slot 0."""
-        hidden = torch.cat([part for _, part in _read(self.model, 0, tokens)])
+        hidden = torch.cat([part for _, part in self.reader.prefill(0, tokens)])
         return torch.cat([self.decoder.bulk_logits(part) for part in hidden.split(512)])
 
-    def _start(self, sequence: Sequence, progress: Progress | None) -> None:
-        """Read the prompt and hand the slot to the step."""
+    def enter(self, sequence: Sequence) -> None:
+        """Hand the slot, whose prompt has been read, to the step."""
         slot = sequence.slot
-        read_prompt(self.model, slot, sequence.tokens, progress)
         self._requests.set(slot, sequence.params, sequence.limit)
         self._slots[slot] = slot
         if self._overwrite is not None:
             self._overwrite.start(sequence)
 
-    def _release(self, slot: int) -> None:
-        self._slots[slot] = -1
+    def leave(self, sequence: Sequence) -> None:
+        """Let the step pass over the slot."""
+        self._slots[sequence.slot] = -1
+        self.drafter.release(sequence)
 
-    def _launch(self, running: dict[int, Sequence]) -> _Flight:
-        size = next(size for size in _sizes(self.slots) if size > max(running))
-        step = self._step(size, any(_by_ratio(sequence) for sequence in running.values()))
+    def launch(self, running: Seq[Sequence]) -> Flight:
+        """Start a step for all of these, which are all that have entered and not left."""
+        slots = [sequence.slot for sequence in running]
+        size = next(size for size in _sizes(self.slots) if size > max(slots))
+        step = self._step(size, any(_by_ratio(sequence) for sequence in running))
         step.launch()
-        return _Flight(dict(running), step.report, self.drafter.name)
+        return Flight(list(running), step.report, self.drafter.name)
 
     def _step(self, size: int, sampled: bool) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
@@ -254,36 +303,10 @@ class DeviceTarget:
         return self.steps[size, sampled]
 
 
-def read_prompt(model: FusedModel, slot: int, prompt: list[int], progress: Progress | None = None) -> None:
-    """Read the prompt into the slot, all but its last token, and fill the head's lane; the next step goes on from
-    there. A prompt that the cache has kept is not read again."""
-    cache = model.prefill_cache
-    kept = cache.recall(slot, prompt)
-    hidden = None if kept is None else kept.hidden
-    if kept is None:
-        for position, part in _read(model, slot, prompt[:-1]):
-            if progress is not None:
-                progress(position + len(part), len(prompt))
-            if model.head is not None:
-                following = prompt[position + 1 : position + 1 + len(part)]
-                model.head.prefill(part, following, model.lane, slot, position)
-            hidden = part[-1]
-        cache.keep(slot, prompt, hidden)
-    cache.finish(slot)
-    model.progress.start(slot, prompt, hidden)
-
-
-def _read(model: FusedModel, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
-    model.prefill_cache.reset(slot)
-    step = prefill_chunk(model.decoder.device)
-    for position in range(0, len(tokens), step):
-        yield position, model.decoder.prefill(tokens[position : position + step], model.prefill_cache, slot)
-
-
-class _Flight:
+class Flight:
     """A step that was launched: what it will report, and about whom."""
 
-    def __init__(self, running: dict[int, Sequence], record: Tensor, source: str) -> None:
+    def __init__(self, running: Seq[Sequence], record: Tensor, source: str) -> None:
         self._running, self._source = running, source
         self._landed: torch.cuda.Event | None = None
         if record.is_cuda:
@@ -294,26 +317,68 @@ class _Flight:
         else:
             self._record = record.clone()
 
-    def land(self) -> list[StepRecord]:
-        """Wait for the step and say what it did to the sequences that were still running.
-
-        Raises NumericalError naming the position of logits that cannot be used."""
+    def land(self, failed: Failed) -> list[StepRecord]:
+        """Wait for the step and say what it did to the sequences that were still running. `failed` is told of a
+        sequence whose logits cannot be used, with a NumericalError naming their position; it has no record."""
         if self._landed is not None:
             self._landed.synchronize()
         rows, records = self._record.tolist(), []
-        for slot, sequence in self._running.items():
+        for sequence in self._running:
             if sequence.finish_reason is not None:
                 continue
-            *drafts, accepted, token, flags, position = rows[slot]
+            *drafts, accepted, token, flags, position = rows[sequence.slot]
             if flags & ((2 << accepted) - 1):
                 row = (flags & -flags).bit_length() - 1
-                raise NumericalError(f"logits at position {position + row}: expected finite numbers, found NaN or inf")
+                what = f"logits at position {position + row}: expected finite numbers, found NaN or inf"
+                failed(sequence, NumericalError(what))
+                continue
             length = drafts.index(-1) if -1 in drafts else len(drafts)
             length = max(0, min(length, sequence.limit - position - 1))  # the kernel judges none behind the limit
             emitted = sequence.extend((*drafts[:accepted], token))
             draft = Draft(tuple(drafts[:length]), source=self._source)
             records.append(StepRecord(sequence, position, draft, Verdict(accepted, token), emitted))
         return records
+
+
+class DeviceRunner(Runner):
+    """Runs requests by the device's step. Up to `AHEAD` steps are in flight, so that the device never waits for the
+    host; whoever is in them and ends meanwhile is passed over when they land. All work is in one stream: a slot that
+    changes hands, or whose prompt is being read, is not touched by steps launched before or without it."""
+
+    def __init__(self, target: DeviceTarget, ways: Ways) -> None:
+        super().__init__(target.slots, ways)
+        self._target, self._prefixes = target, ways.prefixes
+        self._flights: deque[Flight] = deque()
+
+    def _choose(self, sequence: Sequence, drafter: Drafter | None) -> None:
+        own = self._target.drafter
+        if drafter is not None and drafter is not own:
+            raise InputError(f"drafter: expected the one in the device's step, {own.name!r}, found {drafter.name!r}")
+        if _by_ratio(sequence):
+            self._target.warm_up(sampled=True)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Nothing was noted."""
+
+    def _read(self, sequence: Sequence) -> Iterator[int]:
+        return self._target.reader.read(sequence, self._prefixes)
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._target.enter(sequence)
+
+    def _advance(self) -> None:
+        if self._running:
+            self._flights.append(self._target.launch(self._running))
+        if not self._flights or not (len(self._flights) >= AHEAD or not self._running or self._prompts.waiting):
+            return  # at once while requests wait for a slot, which an ending may free
+        failed: dict[Sequence, Exception] = {}
+        self._events += self._flights.popleft().land(failed.setdefault)
+        for sequence in list(self._running):
+            if sequence.finish_reason is not None or sequence in failed:
+                self._let_go(sequence, "error", failed.get(sequence))
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._target.leave(sequence)
 
 
 def _by_ratio(sequence: Sequence) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from surefoot.cache.prefix import PrefixCache
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.drafting import (
@@ -26,11 +27,12 @@ from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel, takes_eight_bits
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.memory import Memory, memory_of
+from surefoot.engine.prompts import Progress
 from surefoot.engine.request import Intake
-from surefoot.engine.runner import Progress, RunsItself, run
+from surefoot.engine.runner import HostRunner, Runs, RunsItself, SplitRunner, Ways, drain
 from surefoot.engine.stats import Clock, Stats
 from surefoot.engine.target import DecoderTarget
-from surefoot.errors import InputError, shown
+from surefoot.errors import CheckpointError, InputError, shown
 from surefoot.loading.checkpoint import MtpPolicy
 from surefoot.loading.tokenizer import Tokenizer, require_tokenizer
 from surefoot.sampling import SamplingParams, check_stop_ids, check_token_ids, require_int
@@ -40,6 +42,7 @@ from surefoot.types import Drafter, Target
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHTS = ("whole", "fp8")  # as the checkpoint has them, or those of linear layers in 8 bits
 MAX_SIZE = 2**63 - 1  # of anything in a tensor
+DRAFT_LENGTH = 3  # of requests with a drafter on an engine that has none
 Host = Callable[[], tuple[Target, Drafter]]
 TARGET_PARTS = ("vocab_size", "max_len", "slots", "prefill", "verify", "commit", "release")
 Prompt = str | Seq[int]
@@ -50,7 +53,9 @@ class Engine:
 
     `draft_length` (K) bounds a draft; `notes` are sentences that a user should see, such as a drafter that was chosen
     because the wanted one was not there. `host` gives the target and drafter for requests that ask for more than a
-    target with a step of its own can do. Raises InputError for parts that are none.
+    target with a step of its own can do; `drafters` builds others by name, for requests that choose their own. With
+    `prefix_cache_bytes`, as much of what was read of prompts is kept for others that begin alike. Raises InputError for
+    parts that are none.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class Engine:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
         host: Host | None = None,
+        drafters: Callable[[str], Drafter] | None = None,
+        prefix_cache_bytes: int = 0,
     ) -> None:
         if not isinstance(target, RunsItself) and not has_all(target, TARGET_PARTS):
             raise InputError(f"target: expected a Target ({', '.join(TARGET_PARTS)}), found {shown(target)}")
@@ -72,19 +79,19 @@ class Engine:
                 f"drafter: expected the one in the target's own step, {target.drafter.name!r}, found {drafter.name!r}: "
                 "other drafters need an engine of their own, see Engine.over"
             )
-        device = target.decoder.device if isinstance(target, (DecoderTarget, RunsItself)) else torch.device("cpu")
-        check_draft_length(drafter.name, draft_length, device)
         self.target = target
+        check_draft_length(drafter.name, draft_length, self.device)
         self.drafter = drafter
         self.draft_length = draft_length
         self.tokenizer = tokenizer
         self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
         self.clock = Clock()
-        self._host = host
+        self._host, self._drafters = host, drafters
         decoder = target.decoder if isinstance(target, (DecoderTarget, RunsItself)) else None
         self._intake = Intake(tokenizer, decoder, self.eos_token_ids)
-        self._busy = False
+        self.prefixes = PrefixCache(prefix_cache_bytes) if prefix_cache_bytes else None
+        self._held: str | None = None
 
     @classmethod
     def from_pretrained(
@@ -95,11 +102,13 @@ class Engine:
         dtype: str | torch.dtype = "float32",
         weights: str = "whole",
         drafter: str | Drafter = "mtp",
-        draft_length: int = 3,
+        draft_length: int = DRAFT_LENGTH,
         slots: int = 1,
         max_len: int = 4096,
         draft_model: str | Path | None = None,
         draft_vocab: DraftVocab | None = None,
+        prefill_chunk: int | None = None,
+        prefix_cache_bytes: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Load a bundled model ("surefoot-demo"), a Hugging Face folder, or a hub id.
@@ -110,6 +119,8 @@ class Engine:
         them as the checkpoint has them, "fp8" cuts those of linear layers to 8 bits, on a GPU of compute capability 8.9
         or above. `draft_vocab` has the MTP head draft among some tokens alone (and the end ids): so many of the most
         frequent ones, a file with a JSON list of ids, or ids; `notes` say where the most frequent ones come from.
+        Prompts are read `prefill_chunk` tokens at a time (as many as suit the device, if not given), and up to
+        `prefix_cache_bytes` of what was read are kept, to be used by prompts that begin with the same chunks.
         `progress(done, total)` follows the loading and then, from 0 again, the recording of a GPU's steps.
 
         Raises InputError for an argument, CheckpointError for the files; nothing is left behind.
@@ -117,7 +128,8 @@ class Engine:
         torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
         check_weights(weights, torch_device)
         check_draft_length(check_drafter(drafter), draft_length, torch_device)
-        for name, value in (("slots", slots), ("max_len", max_len)):
+        chunk = 1 if prefill_chunk is None else prefill_chunk
+        for name, value in (("slots", slots), ("max_len", max_len), ("prefill_chunk", chunk)):
             require_int(name, value, low=1, high=MAX_SIZE)
         if progress is not None and not callable(progress):
             raise InputError(f"progress: expected a function of (done, total), found {shown(progress)}")
@@ -131,7 +143,7 @@ class Engine:
         def load(name: str | Path, mtp: MtpPolicy) -> LoadedModel:
             return LoadedModel.from_checkpoint(
                 name, device=torch_device, dtype=torch_dtype, max_len=max_len, mtp=mtp, weights=weights,
-                progress=progress,
+                prefill_chunk=prefill_chunk, progress=progress,
             )  # fmt: skip
 
         with torch.inference_mode():
@@ -140,7 +152,7 @@ class Engine:
                 target = loaded.target(slots)
                 drafter = DraftModelDrafter(load(draft_model, "skip").target(slots), target.vocab_size)
             return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots, draft_vocab=draft_vocab,
-                            progress=progress)  # fmt: skip
+                            prefix_cache_bytes=prefix_cache_bytes, progress=progress)  # fmt: skip
 
     @classmethod
     def over(
@@ -151,6 +163,7 @@ class Engine:
         draft_length: int = 3,
         slots: int = 1,
         draft_vocab: DraftVocab | None = None,
+        prefix_cache_bytes: int = 0,
         progress: Progress | None = None,
     ) -> Engine:
         """An engine over a model that is loaded, whose weights and caches it shares with other engines over it: they
@@ -168,14 +181,17 @@ class Engine:
         notes += said
 
         def host() -> tuple[Target, Drafter]:
-            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(drafter, str) else drafter
+            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(
+                drafter, str
+            ) else drafter
 
         device = None
         if isinstance(drafter, str):
             device = model.device_target(drafter, draft_length, slots, draft_head, progress=progress)
         target, chosen = host() if device is None else (device, device.drafter)
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
-                   eos_token_ids=model.eos_token_ids, notes=notes, host=host)  # fmt: skip
+                   eos_token_ids=model.eos_token_ids, notes=notes, host=host, prefix_cache_bytes=prefix_cache_bytes,
+                   drafters=lambda name: model.drafter(name, slots, draft_head))  # fmt: skip
 
     def plain(self) -> Engine:
         """An engine that decodes plainly, over the same weights and slots; the two take turns."""
@@ -226,6 +242,7 @@ class Engine:
         for record in self._run(sequences):
             own = stats[id(record.sequence)]
             own.add(record)
+            own.cached_tokens = record.sequence.cached_tokens
             vars(own).update(self.clock.since(before))
             logprobs[id(record.sequence)] += record.logprobs or ()
         results = []
@@ -240,10 +257,7 @@ class Engine:
         """Decode one prompt and yield every step as it is made. Arguments are checked at the call; `clock` tells the
         time by phase so far. `progress(done, total)` counts prompt tokens while they are read. One choice only: raises
         InputError for `n` > 1."""
-        choices = self._choices(prompt, SamplingParams() if params is None else params)
-        if len(choices) > 1:
-            raise InputError(f"n: expected 1 in a stream (take each of params.choices() in turn), found {len(choices)}")
-        return self._run(choices, progress)
+        return self._run([self.sequence(prompt, SamplingParams() if params is None else params)], progress)
 
     def logits(self, token_ids: Seq[int]) -> Tensor:
         """The target's logits after each of the given tokens, [T, V] float32."""
@@ -262,9 +276,8 @@ class Engine:
         return require_tokenizer(self.tokenizer, "a text prompt").encode(text)
 
     def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Generator[StepRecord, None, None]:
-        self._check_idle()
-        self._busy = True
-        records = self._records(sequences, progress)
+        records = drain(self.runner(Ways(self.clock, progress, prefixes=self.prefixes)), sequences)
+        self.hold("open stream")
         try:
             while True:
                 with torch.inference_mode():  # not around the yield: the caller's own code runs there
@@ -275,29 +288,90 @@ class Engine:
         finally:
             with torch.inference_mode():
                 records.close()
-            self._busy = False
+            self.let_go()
+
+    def hold(self, holder: str) -> None:
+        """Take the slots, in the name of a holder. Raises InputError while another has them."""
+        self._check_idle()
+        self._held = holder
+
+    def let_go(self) -> None:
+        """Give the slots back."""
+        self._held = None
+
+    def runner(self, ways: Ways) -> Runs:
+        """What runs requests in the engine's slots, for the holder."""
+        if not isinstance(self.target, RunsItself):
+            return HostRunner(self.target, self.drafter, self.draft_length, ways)
+        return SplitRunner(self.target.runner(ways), self._on_host(ways))
+
+    def _on_host(self, ways: Ways) -> Callable[[], Runs]:
+        """What runs the requests that the target's own step does not serve. It keeps nothing of prompts: what its
+        drafter has is not what the step has."""
+
+        def build() -> Runs:
+            assert self._host is not None  # `_sequence` has seen to that
+            return HostRunner(*self._host(), self.draft_length, replace(ways, prefixes=None))
+
+        return build
+
+    def choose_drafter(self, name: str | None, draft_length: int | None) -> tuple[Drafter, int]:
+        """The drafter and draft length of a request that may name its own; None is the engine's.
+
+        Raises InputError for a name that is none, for one that needs what the engine was not loaded with, and for a
+        choice that a device's step does not have.
+        """
+        own = self.drafter.name
+        drafter = self.drafter if name is None or name == own else self._build_drafter(name)
+        if draft_length is None:
+            draft_length = 0 if drafter.name == "none" else self.draft_length or DRAFT_LENGTH
+        elif drafter.name != "none":
+            check_draft_length(drafter.name, draft_length, self.device)
+        if isinstance(self.target, RunsItself) and draft_length != self.draft_length:
+            raise InputError(f"draft_length: expected that of the device's step, {self.draft_length}, "
+                             f"found {draft_length}")  # fmt: skip
+        return drafter, draft_length
+
+    def _build_drafter(self, name: str) -> Drafter:
+        if isinstance(self.target, RunsItself):
+            raise InputError(
+                f"drafter: expected the one in the device's step, {self.drafter.name!r}, found {shown(name)}"
+            )
+        if name == "none":
+            return NoDrafter()
+        if self._drafters is None or name not in NAMES or name == "draft-model":
+            raise InputError(
+                f"drafter: expected {self.drafter.name!r}, the engine's own, or 'none', found {shown(name)}"
+            )
+        try:
+            with torch.inference_mode():
+                return self._drafters(name)
+        except CheckpointError as error:
+            raise InputError(str(error)) from error
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target is; a CPU for all it is known of targets of other kinds."""
+        if isinstance(self.target, (DecoderTarget, RunsItself)):
+            return self.target.decoder.device
+        return torch.device("cpu")
 
     def _own_target(self, name: str) -> DecoderTarget | RunsItself:
         if not isinstance(self.target, (DecoderTarget, RunsItself)):
             raise InputError(f"{name}: expected a checkpoint's target, found {type(self.target).__name__}")
         return self.target
 
-    def _records(self, sequences: list[Sequence], progress: Progress | None) -> Generator[StepRecord, None, None]:
-        """Each sequence's steps, from the target's own step or the host's loop."""
-        if not isinstance(self.target, RunsItself):
-            yield from run(sequences, self.drafter, self.target, self.draft_length, self.clock, progress)
-            return
-        left = [sequence for sequence in sequences if sequence.params.needs_host]
-        if own := [sequence for sequence in sequences if not sequence.params.needs_host]:
-            yield from self.target.run(own, self.clock, progress)
-        if left:
-            assert self._host is not None  # `_sequence` has seen to that
-            target, drafter = self._host()
-            yield from run(left, drafter, target, self.draft_length, self.clock, progress)
-
     def _check_idle(self) -> None:
-        if self._busy:  # its slots are taken
-            raise InputError("engine: expected its open stream to be read to the end or closed first, found it open")
+        if self._held is not None:
+            raise InputError(f"engine: expected its {self._held} to be read to the end or closed first, found it open")
+
+    def sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
+        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError for `n` > 1,
+        too."""
+        choices = self._choices(prompt, params)
+        if len(choices) > 1:
+            raise InputError(f"n: expected 1 (take each of params.choices() in turn), found {len(choices)}")
+        return choices[0]
 
     def _choices(self, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
         """A sequence for each of the choices that the request asks for."""

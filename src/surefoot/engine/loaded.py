@@ -43,7 +43,7 @@ def runs_kernels(device: torch.device, least: tuple[int, int]) -> bool:
 
 class LoadedModel:
     """Decoder and MTP head (None without one) with the checkpoint's tokenizer, and its folder if it has one. Engines
-    over one model take turns: they use the same slots."""
+    over one model take turns: they use the same slots. Prompts are read `prefill_chunk` tokens at a time."""
 
     def __init__(
         self,
@@ -54,13 +54,14 @@ class LoadedModel:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
         folder: Path | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         self.decoder = decoder
         self.head = head
         self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.notes = tuple(notes)
-        self._folder = folder
+        self._folder, self._chunk = folder, prefill_chunk
         self._most = decoder.max_len
         self._targets: dict[int, DecoderTarget] = {}
         self._fused: dict[int, FusedModel] = {}
@@ -84,6 +85,7 @@ class LoadedModel:
         mtp: MtpPolicy,
         weights: str = "whole",
         progress: Progress | None = None,
+        prefill_chunk: int | None = None,
     ) -> LoadedModel:
         """A bundled model, a Hugging Face folder or a hub id; `weights`: see `Engine.from_pretrained`. Those that the
         files have in 8 bits stay so on a GPU that computes with them. Raises CheckpointError; "if-present" passes over
@@ -95,7 +97,7 @@ class LoadedModel:
         usable = found.config.mtp_layers == 1 or mtp != "if-present"
         return cls.from_tensors(found.config, found.tensors, max_len, with_head=usable, narrow=weights == "fp8",
                                 tokenizer=found.tokenizer, eos_token_ids=found.eos_token_ids, notes=found.notes,
-                                folder=found.path)  # fmt: skip
+                                folder=found.path, prefill_chunk=prefill_chunk)  # fmt: skip
 
     @classmethod
     def from_tensors(
@@ -110,6 +112,7 @@ class LoadedModel:
         eos_token_ids: Seq[int] = (),
         notes: Seq[str] = (),
         folder: Path | None = None,
+        prefill_chunk: int | None = None,
     ) -> LoadedModel:
         """From tensors of the canonical names (`model.tensors`), which are emptied; device and dtype of the embedding
         are the model's. `narrow` cuts the linear layers' weights to 8 bits (`kernels.quantise`), on a GPU."""
@@ -119,7 +122,8 @@ class LoadedModel:
             linear = LinearFactory(pack=not on_gpu, quantise=narrow)  # fused kernels read weights as they are
             decoder = Decoder(config, tensors, min(max_len, config.max_positions), linear)
             head = MTPHead(decoder, tensors) if config.mtp_layers and with_head else None
-        return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes, folder=folder)
+        return cls(decoder, head, tokenizer=tokenizer, eos_token_ids=eos_token_ids, notes=notes, folder=folder,
+                   prefill_chunk=prefill_chunk)  # fmt: skip
 
     def draft_head(self, wanted: DraftVocab | None) -> tuple[DraftHead | None, list[str]]:
         """The LM head's rows of a draft vocabulary (`engine.drafting`), and what the user should know of it; asked
@@ -138,7 +142,7 @@ class LoadedModel:
         """The target with so many slots; asked again, the same one."""
         if slots not in self._targets:
             with torch.inference_mode():
-                self._targets[slots] = DecoderTarget(self.decoder, slots)
+                self._targets[slots] = DecoderTarget(self.decoder, slots, self._chunk)
         return self._targets[slots]
 
     def device_target(
@@ -167,7 +171,7 @@ class LoadedModel:
         if key not in self._device_targets:
             with torch.inference_mode():
                 target = DeviceTarget(
-                    self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite
+                    self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite, self._chunk
                 )
                 target.warm_up(progress=progress)
                 self._device_targets[key] = target

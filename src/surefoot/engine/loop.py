@@ -6,14 +6,16 @@ step with a drafter that proposes nothing, so a comparison between the two compa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from surefoot.errors import InputError, shown
 from surefoot.sampling import check_token_ids
 from surefoot.sequence import Sequence, TokenLogprobs
-from surefoot.types import Draft, Drafter, Target, Verdict, Window
+from surefoot.types import Draft, Drafter, Kept, ReadsPrompts, ResumableTarget, Target, Verdict, Window
 from surefoot.verify import ruled, token_logprobs, verify
 
 FORCED = "grammar"  # the source of a draft of what a grammar prescribes
@@ -42,33 +44,59 @@ class StepRecord:
         return min(self.verdict.accepted, self.emitted)
 
 
-def prefill(sequence: Sequence, drafter: Drafter, target: Target) -> Iterator[int]:
-    """Read the prompt, all but its last token (the first window begins with that one), and show it to the drafter.
-    Yields after every chunk how many tokens have been read (all of them, if the target does not show its states)."""
-    for position, hidden in target.prefill(sequence.slot, sequence.tokens[:-1]):
+Failed = Callable[[Sequence, Exception], object]
+
+
+def prefill(sequence: Sequence, drafter: Drafter, target: ReadsPrompts, kept: Seq[Kept] = ()) -> Iterator[int]:
+    """Read the prompt, all but its last token (the first window begins with that one), and show it to the drafter; from
+    a `ResumableTarget`, what is `kept` of it is not read again.
+    Yields after every chunk how many tokens have been read for sure (a target that does not show its states does not
+    say how long the chunk was)."""
+    slot, tokens = sequence.slot, sequence.tokens[:-1]
+    chunks: Iterator[tuple[int, Tensor | None]]
+    if kept:
+        assert isinstance(target, ResumableTarget)
+        chunks = target.resume(slot, tokens, kept)
+    else:
+        chunks = target.prefill(slot, tokens)
+    for position, hidden in chunks:
         drafter.observe(sequence, position, hidden)
         if sequence.prompt is not None and hidden is not None:
             sequence.prompt.read(position, hidden)
-        yield position + (len(sequence.tokens) - 1 - position if hidden is None else len(hidden))
+        yield position + (0 if hidden is None else len(hidden))
 
 
-def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: int) -> list[StepRecord]:
+def give_up(sequence: Sequence, error: Exception) -> None:
+    """Raise the error: what `step` does about a sequence that fails unless it is told otherwise."""
+    raise error
+
+
+def step(
+    batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: int, failed: Failed = give_up
+) -> list[StepRecord]:
     """Advance every sequence of the batch by one draft, one verify pass and one commit.
 
     A draft never reaches past the sequence's limit: with `room` tokens left, `room - 1` draft tokens and the one that
     follows them fill it exactly. What a grammar prescribes is the draft, if it is as long or the drafter has none.
+
+    `failed` is told of a sequence whose rules fail or whose rows cannot be judged: it is as it was before, its window
+    open, and has no record (or one without a draft, if only the draft failed).
     """
-    depths = [min(draft_length, sequence.room - 1) for sequence in batch]
-    forced = [_forced(sequence, depth) for sequence, depth in zip(batch, depths, strict=True)]
+    depths = [min(draft_length if s.draft_length is None else s.draft_length, s.room - 1) for s in batch]
+    forced = [_forced(*parts, failed) for parts in zip(batch, depths, strict=True)]
     asked = [0 if len(tokens) == depth else depth for tokens, depth in zip(forced, depths, strict=True)]
     drafts = check_drafts(drafter, drafter.propose(batch, asked), asked, target.vocab_size)
-    drafts = [_by_grammar(*parts) for parts in zip(batch, drafts, forced, strict=True)]
+    drafts = [_by_grammar(*parts, failed) for parts in zip(batch, drafts, forced, strict=True)]
     windows = [Window(s.slot, (s.tokens[-1], *draft.tokens)) for s, draft in zip(batch, drafts, strict=True)]
     records = []
     for sequence, draft, scores in zip(batch, drafts, target.verify(windows), strict=True):
         position = len(sequence.tokens)
-        logits = ruled(sequence, scores.logits, draft.tokens)
-        verdict = verify(draft, logits, sequence.params, position)
+        try:
+            logits = ruled(sequence, scores.logits, draft.tokens)
+            verdict = verify(draft, logits, sequence.params, position)
+        except Exception as error:
+            failed(sequence, error)
+            continue
         emitted = sequence.extend((*draft.tokens[: verdict.accepted], verdict.token))
         target.commit(sequence.slot, keep=emitted)  # all that was emitted but its last token, and the one before it
         drafter.observe(sequence, position - 1, None if scores.hidden is None else scores.hidden[:emitted])
@@ -80,12 +108,16 @@ def step(batch: Seq[Sequence], drafter: Drafter, target: Target, draft_length: i
     return records
 
 
-def _forced(sequence: Sequence, depth: int) -> tuple[int, ...]:
+def _forced(sequence: Sequence, depth: int, failed: Failed) -> tuple[int, ...]:
     """At most `depth` tokens that the sequence's grammar prescribes."""
-    return () if sequence.rules is None else tuple(sequence.rules.forced(sequence.tokens)[:depth])
+    try:
+        return () if sequence.rules is None else tuple(sequence.rules.forced(sequence.tokens)[:depth])
+    except Exception as error:
+        failed(sequence, error)
+        return ()
 
 
-def _by_grammar(sequence: Sequence, draft: Draft, forced: tuple[int, ...]) -> Draft:
+def _by_grammar(sequence: Sequence, draft: Draft, forced: tuple[int, ...], failed: Failed) -> Draft:
     """The draft as far as the grammar takes it; what the grammar prescribes, where there is no draft.
 
     A draft that was drawn stays whole: to cut it by what was drawn would make the rest follow another distribution than
@@ -93,7 +125,12 @@ def _by_grammar(sequence: Sequence, draft: Draft, forced: tuple[int, ...]) -> Dr
     if sequence.rules is None:
         return draft
     if draft.probs is None:
-        draft = replace(draft, tokens=draft.tokens[: sequence.rules.cut(sequence.tokens, draft.tokens)])
+        try:
+            taken = sequence.rules.cut(sequence.tokens, draft.tokens)
+        except Exception as error:
+            failed(sequence, error)
+            taken = 0
+        draft = replace(draft, tokens=draft.tokens[:taken])
     return draft if draft.tokens else Draft(forced, source=FORCED if forced else draft.source)
 
 

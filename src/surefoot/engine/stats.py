@@ -28,12 +28,9 @@ class Seconds:
 
 
 @dataclass
-class Stats(Seconds):
-    """One request's counts, and the seconds spent while it ran (shared with the requests that ran beside it).
-
-    `proposed` and `accepted` count draft tokens; those behind the end of the output count as neither. Lists are by
-    draft position, first position first.
-    """
+class Counts:
+    """What steps came to. `proposed` and `accepted` count draft tokens; those behind the end of the output count as
+    neither. Lists are by draft position, first position first."""
 
     steps: int = 0
     tokens: int = 0
@@ -60,11 +57,6 @@ class Stats(Seconds):
         """Emitted tokens per step; plain decoding has 1."""
         return self.tokens / self.steps if self.steps else 0.0
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Emitted tokens per second of decoding, prefill not counted."""
-        return self.tokens / self.decode_s if self.decode_s else 0.0
-
     def add(self, record: StepRecord) -> None:
         """Count one step."""
         self.steps += 1
@@ -77,6 +69,19 @@ class Stats(Seconds):
             self.proposed_by_position[position] += 1
         for position in range(record.accepted):
             self.accepted_by_position[position] += 1
+
+
+@dataclass
+class Stats(Counts, Seconds):
+    """One request's counts, and the seconds spent while it ran (shared with the requests that ran beside it).
+    `cached_tokens` of its prompt were not read, but known from an earlier one."""
+
+    cached_tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens per second of decoding, prefill not counted."""
+        return self.tokens / self.decode_s if self.decode_s else 0.0
 
 
 @dataclass

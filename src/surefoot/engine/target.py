@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from surefoot.cache import KVCache
 from surefoot.cache.hybrid import Snapshot
+from surefoot.cache.prefix import StateLayer, keep_layers, resume_layers
 from surefoot.errors import InputError
 from surefoot.kernels.rows import rows_of_a_pass
 from surefoot.model import Decoder, build_cache
 from surefoot.model.spans import Layout, into_passes
-from surefoot.types import Scores, Window
+from surefoot.types import Kept, Scores, Window
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 256
 CUDA_PREFILL_CHUNK = 4096
 
 
@@ -27,23 +30,59 @@ def prefill_chunk(device: torch.device) -> int:
     return CUDA_PREFILL_CHUNK if device.type == "cuda" else PREFILL_CHUNK
 
 
-class DecoderTarget:
-    """See `surefoot.types.Target`. All slots share one cache; a window's rows of all slots are one pass."""
+class PromptCache(Protocol):
+    """The caches that prompts are read into: those of the host's loop or of the device's step."""
 
-    def __init__(self, decoder: Decoder, slots: int) -> None:
+    length: list[int]
+
+    @property
+    def layers(self) -> Seq[KVCache | StateLayer]:
+        """One for each of the decoder's."""
+
+    def reset(self, slot: int) -> None:
+        """Empty the slot."""
+
+    def extend(self, slot: int, tokens: int) -> None:
+        """`tokens` tokens were read."""
+
+
+def read_prompt(
+    decoder: Decoder, cache: PromptCache, slot: int, tokens: Seq[int], chunk: int, kept: Seq[Kept] = ()
+) -> Iterator[tuple[int, Tensor]]:
+    """Empty the slot, put back what was kept of the first tokens, and read the others, a chunk at a time."""
+    cache.reset(slot)
+    start = kept[-1].stop if kept else 0
+    if kept:
+        resume_layers(cache.layers, slot, kept)
+        cache.extend(slot, start)
+    for position in range(start, len(tokens), chunk):
+        yield position, decoder.prefill(tokens[position : position + chunk], cache, slot)
+
+
+class DecoderTarget:
+    """See `surefoot.types.Target` and `ResumableTarget`. All slots share one cache; a window's rows of all slots are
+    one pass. Prompts are read in chunks of `chunk` tokens, as many as suit the device unless it is given."""
+
+    def __init__(self, decoder: Decoder, slots: int, chunk: int | None = None) -> None:
         self.decoder = decoder
         self.vocab_size = decoder.config.vocab_size
         self.max_len = decoder.max_len
         self.slots = slots
+        self.chunk = prefill_chunk(decoder.device) if chunk is None else chunk
         self.cache = build_cache(decoder.config, slots, decoder.max_len, decoder.dtype, decoder.device)
         self._marks: dict[int, Snapshot] = {}
 
     def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:
         """Empty the slot and read the tokens into it, a chunk at a time."""
-        self.cache.reset(slot)
-        step = prefill_chunk(self.decoder.device)
-        for position in range(0, len(tokens), step):
-            yield position, self.decoder.prefill(tokens[position : position + step], self.cache, slot)
+        return self.resume(slot, tokens, ())
+
+    def keep(self, slot: int, start: int, stop: int) -> Kept:
+        """Copy what was read from `start` on, and the states."""
+        return keep_layers(self.cache.layers, slot, start, stop)
+
+    def resume(self, slot: int, tokens: Seq[int], kept: Seq[Kept]) -> Iterator[tuple[int, Tensor]]:
+        """`prefill` behind what was kept."""
+        return read_prompt(self.decoder, self.cache, slot, tokens, self.chunk, kept)
 
     def verify(self, windows: Seq[Window]) -> list[Scores]:
         """Read every window and score its tokens."""
