@@ -168,7 +168,9 @@ class Engine:
         notes += said
 
         def host() -> tuple[Target, Drafter]:
-            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(drafter, str) else drafter
+            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(
+                drafter, str
+            ) else drafter
 
         device = None
         if isinstance(drafter, str):
