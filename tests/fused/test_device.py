@@ -23,6 +23,7 @@ from surefoot.model.fused import FusedModel
 from surefoot.model.tensors import random_tensors
 from surefoot.sampling import Acceptance, SamplingParams
 from surefoot.sequence import Sequence
+from surefoot.verify import Rules
 
 CONFIG = replace(  # as small as it goes: the interpreter takes its time
     tiny_config(linear_value_dim=16, linear_key_heads=1, linear_value_heads=2, linear_key_dim=16),
@@ -65,6 +66,23 @@ def test_the_tokens_are_those_of_the_host(
         list(run(expected, NoDrafter(), DecoderTarget(decoder, 2), 0))
         target = DeviceTarget(FusedModel(decoder, head, 2, depth + 1), drafter, depth)
         assert outputs(target, sequences(params, 2)) == [s.output for s in expected]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_ids_without_a_token_never_come(device: torch.device, acceptance: Acceptance) -> None:
+    """Two thirds of the vocabulary are padding here; the host's rules leave it out too."""
+    size = CONFIG.vocab_size // 3
+    params = SamplingParams(max_new_tokens=6, temperature=1.0, seed=2, acceptance=acceptance)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        free, ruled, ours = sequences(params, 1), sequences(params, 1), sequences(params, 1)
+        ruled[0].rules = Rules(params, ruled[0].tokens, size=size)
+        for batch in (free, ruled):
+            list(run(batch, NoDrafter(), DecoderTarget(decoder, 1), 0))
+        (tokens,) = outputs(DeviceTarget(FusedModel(decoder, head, 1, 2), "mtp", 1, size=size), ours)
+    assert max(free[0].output) >= size  # they would come
+    assert max(tokens) < size
+    assert acceptance == "rejection" or tokens == ruled[0].output
 
 
 def test_more_requests_than_slots_and_a_stop_inside_a_draft(device: torch.device) -> None:

@@ -131,6 +131,29 @@ class TestGenerate:
         assert "tokenizer" in refused_after_notes(call("generate", "text", "-m", bare, "-d", "none"))
         assert "mtp" in refused(call("generate", "--token-ids", "1", "-m", bare, "-d", "mtp"))
 
+    def test_every_sampling_option(self, model: Path, tmp_path: Path) -> None:
+        common = ("generate", "hello", "-m", model, "-n", 12)
+        free = as_json(*common)["token_ids"]
+        banned = as_json(*common, "--logit-bias", f"{free[0]}:-100,{free[1]}:-100", "--logprobs", 2)
+        assert not set(free[:2]) & set(banned["token_ids"])
+        assert [entry["token"] for entry in banned["logprobs"]] == banned["token_ids"]
+        assert banned["logprobs"][0]["top"][0][0] == free[0]  # the model's own, before the bias
+        options = ("--repetition-penalty", 1.5, "--presence-penalty", 1, "--frequency-penalty", 1, "--typical-p", 0.9,
+                   "--min-new-tokens", 5, "-t", 0.8)  # fmt: skip
+        assert as_json(*common, *options)["token_ids"] == as_json(*common, *options, "-d", "none")["token_ids"]
+        (tmp_path / "schema.json").write_text('{"type": "boolean"}')
+        for constraint in (("--json-schema", tmp_path / "schema.json"), ("--regex", "true|false")):
+            answer = as_json(*common, *constraint)
+            assert answer["text"] in ("true", "false")
+            assert answer["finish_reason"] == "stop"
+            assert call(*common, *constraint, "--compare").exit_code == 0
+        assert answer["settings"]["regex"] == "true|false"
+
+    def test_stop_strings(self, model: Path) -> None:
+        common = ("generate", "hello", "-m", model, "-n", 40, "--regex", "[ab]{9}xyz[ab]{9}")
+        assert as_json(*common, "--stop", "yz", "--stop", "q")["text"] == as_json(*common)["text"][:10]
+        assert call(*common, "--stop", "yz").stdout == as_json(*common)["text"][:10] + "\n"
+
     def test_compare(self, model: Path) -> None:
         result = call("generate", "hello", "-m", model, "-n", 12, "--compare")
         assert result.exit_code == 0, result.stderr
@@ -188,6 +211,19 @@ class TestBadInput:
             (("--max-len", "0"), "max_len"),
             (("--max-len", "5"), "prompt"),
             (("--acceptance", "always"), "acceptance"),
+            (("--typical-p", "0"), "typical_p"),
+            (("--repetition-penalty", "0"), "repetition_penalty"),
+            (("--presence-penalty", "3"), "presence_penalty"),
+            (("--frequency-penalty", "-3"), "frequency_penalty"),
+            (("--logit-bias", "5"), "logit_bias"),
+            (("--logit-bias", "5:x"), "logit_bias"),
+            (("--logit-bias", "260:1"), "logit_bias"),
+            (("--min-new-tokens", "300"), "min_new_tokens"),
+            (("--stop", ""), "stop"),
+            (("--json-schema", "/nowhere"), "/nowhere"),
+            (("--regex", "(("), "unclosed group"),
+            (("--logprobs", "-1"), "logprobs"),
+            (("--thinking-budget", "5"), "thinking_budget"),
             (("-d", "draft-model"), "draft_model"),
             (("--draft-model", "/nowhere"), "/nowhere"),
         ],

@@ -33,7 +33,7 @@ def compare(options: Options) -> bool:
     session = Session.open(options)
     drafted = session.engine
     plain = drafted.plain()
-    short = replace(session.params, max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
+    short = replace(session.params, max_new_tokens=WARM_UP_TOKENS, min_new_tokens=0, ignore_eos=True, structured=None)
     for engine in (drafted, plain):  # first calls pay for allocations and thread pools
         Run(engine, session.prompt[-WARM_UP_TOKENS:], short).finish()
     fast = Run(drafted, session.prompt, session.params)
@@ -68,7 +68,7 @@ def statistics(run: Run, session: Session) -> str:
 
 
 def _stream(run: Run) -> None:
-    stream = TextStream(run.engine)
+    stream = TextStream(run)
     for step in run:
         sys.stdout.write(stream.push(step.record.tokens))
         sys.stdout.flush()

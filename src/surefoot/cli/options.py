@@ -10,7 +10,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from surefoot.sampling import SamplingParams
+from surefoot.cli.prompt import read_text
+from surefoot.errors import InputError
+from surefoot.sampling import SamplingParams, StructuredOutput
 
 
 def _option(*names: str, help: str, panel: str) -> Any:
@@ -69,10 +71,40 @@ class Options:
     min_p: Annotated[
         float, _option("--min-p", help="Drop tokens below this share of the likeliest one's.", panel=SAMPLE)
     ] = 0.0
+    typical_p: Annotated[
+        float, _option("--typical-p", help="Keep the most typical tokens of mass p.", panel=SAMPLE)
+    ] = 1.0
+    repetition_penalty: Annotated[
+        float, _option("--repetition-penalty", help="Divides logits of tokens that were there; 1 is off.", panel=SAMPLE)
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, _option("--presence-penalty", help="Taken off the logit of a token of the output.", panel=SAMPLE)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, _option("--frequency-penalty", help="The same for each time that it came.", panel=SAMPLE)
+    ] = 0.0
+    logit_bias: Annotated[
+        str | None, _option("--logit-bias", help="Added to logits, by token id: 5:-100,17:2.5.", panel=SAMPLE)
+    ] = None
+    min_new_tokens: Annotated[int, _option("--min-new-tokens", help="Least tokens before an end.", panel=SAMPLE)] = 0
+    stop: Annotated[
+        list[str] | None, _option("--stop", help="End the text in front of this string; may be repeated.", panel=SAMPLE)
+    ] = None
+    thinking_budget: Annotated[
+        int | None, _option("--thinking-budget", help="Most tokens between <think> and </think>.", panel=SAMPLE)
+    ] = None
+    json_schema: Annotated[
+        Path | None, _option("--json-schema", help="The text must be JSON by the schema in this file.", panel=SAMPLE)
+    ] = None
+    regex: Annotated[str | None, _option("--regex", help="The text must match this expression.", panel=SAMPLE)] = None
     seed: Annotated[int, _option("--seed", help="Decides all random choices.", panel=SAMPLE)] = 0
     ignore_eos: Annotated[
         bool, _option("--ignore-eos", help="Go on past the model's end-of-sequence tokens.", panel=SAMPLE)
     ] = False
+    logprobs: Annotated[
+        int | None,
+        _option("--logprobs", help="With --json: log-probabilities, of the k best tokens too.", panel=OUTPUT),
+    ] = None
     as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
 
     def sampling(self) -> SamplingParams:
@@ -86,7 +118,31 @@ class Options:
             seed=self.seed,
             acceptance=self.acceptance,  # type: ignore[arg-type]  # SamplingParams checks it
             ignore_eos=self.ignore_eos,
+            typical_p=self.typical_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_biases(self.logit_bias or ""),
+            min_new_tokens=self.min_new_tokens,
+            stop=tuple(self.stop or ()),
+            thinking_budget=self.thinking_budget,
+            structured=self._structured(),
+            logprobs=self.logprobs,
         )
+
+    def _structured(self) -> StructuredOutput | None:
+        if self.json_schema is None and self.regex is None:
+            return None
+        schema = None if self.json_schema is None else read_text(self.json_schema)
+        return StructuredOutput(json_schema=schema, regex=self.regex)
+
+
+def _biases(text: str) -> dict[int, float]:
+    pairs = [pair.split(":") for pair in text.replace(",", " ").split()]
+    try:
+        return {int(token): float(bias) for token, bias in pairs}
+    except ValueError as error:
+        raise InputError(f"logit_bias: expected id:value pairs such as 5:-100,17:2.5, found {text!r}") from error
 
 
 @dataclass(frozen=True)

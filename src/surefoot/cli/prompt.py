@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from surefoot.cli.options import Options
 from surefoot.errors import InputError, shown
+
+if TYPE_CHECKING:
+    from surefoot.cli.options import Options
 
 
 def read_prompt(options: Options) -> str | list[int]:
@@ -25,7 +28,7 @@ def read_prompt(options: Options) -> str | list[int]:
     if options.token_ids is not None:
         return _ids(options.token_ids)
     if options.file is not None:
-        text = _read(options.file)
+        text = read_text(options.file)
     elif options.prompt is not None and options.prompt != "-":
         text = options.prompt
     elif options.prompt == "-" or not sys.stdin.isatty():
@@ -37,7 +40,8 @@ def read_prompt(options: Options) -> str | list[int]:
     return text
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """A file's text. Raises InputError if it cannot be read or is none."""
     try:
         raw = file.read_bytes()
     except OSError as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from surefoot.cli.options import Options, number_or_file
@@ -14,9 +16,11 @@ from surefoot.cli.prompt import read_prompt
 from surefoot.engine.engine import Engine
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.stats import Stats
+from surefoot.engine.text import OutputText
 from surefoot.errors import InputError
-from surefoot.loading.tokenizer import StreamDecoder, require_tokenizer
+from surefoot.loading.tokenizer import require_tokenizer
 from surefoot.sampling import SamplingParams
+from surefoot.sequence import TokenLogprobs
 
 
 @dataclass
@@ -57,7 +61,8 @@ class Session:
     def settings(self) -> dict[str, Any]:
         """The options in force, with the drafter that was chosen; without the prompt."""
         hidden = ("prompt", "file", "token_ids", "as_json")
-        chosen = {name: value for name, value in asdict(self.options).items() if name not in hidden}
+        values = {name: value for name, value in asdict(self.options).items() if name not in hidden}
+        chosen = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
         return chosen | {"drafter": self.engine.drafter.name}
 
 
@@ -78,6 +83,7 @@ class Run:
         self.params = params
         self.stats = Stats()
         self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[Step]:
@@ -88,6 +94,7 @@ class Run:
             first = next(records)  # reads the whole prompt; every run has a step
         for record in chain([first], records):
             self.tokens += record.tokens
+            self.logprobs += record.logprobs or ()
             self.stats.add(record)
             vars(self.stats).update(clock.since(start))
             self.finish_reason = record.sequence.finish_reason
@@ -103,33 +110,39 @@ class Run:
     @property
     def text(self) -> str | None:
         """The output as text; None for a model without a tokenizer."""
-        return None if self.engine.tokenizer is None else self.engine.tokenizer.decode(self.tokens)
+        if self.engine.tokenizer is None:
+            return None
+        text = TextStream(self)
+        return text.push(self.tokens) + text.flush()
 
     def result(self) -> dict[str, Any]:
         """The finished run as JSON has it."""
+        logprobs = {} if self.params.logprobs is None else {"logprobs": [asdict(entry) for entry in self.logprobs]}
         return {
             "token_ids": self.tokens,
             "text": self.text,
             "finish_reason": self.finish_reason,
+            **logprobs,
             "stats": stats_dict(self.stats),
         }
 
 
 class TextStream:
-    """Tokens to printable text as they come; token ids for a model without a tokenizer."""
+    """A run's tokens as printable text, as they come; token ids for a model without a tokenizer."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._decoder = None if engine.tokenizer is None else StreamDecoder(engine.tokenizer)
+    def __init__(self, run: Run) -> None:
+        tokenizer, params = run.engine.tokenizer, run.params
+        self._text = None if tokenizer is None else OutputText(tokenizer, params.stop, params.min_new_tokens)
 
-    def push(self, tokens: tuple[int, ...]) -> str:
+    def push(self, tokens: Seq[int]) -> str:
         """What can be printed after these tokens."""
-        if self._decoder is None:
+        if self._text is None:
             return "".join(f"{token} " for token in tokens)
-        return self._decoder.push(tokens)
+        return self._text.push(tokens)
 
     def flush(self) -> str:
         """What was held back."""
-        return "" if self._decoder is None else self._decoder.flush()
+        return "" if self._text is None else self._text.flush()
 
 
 def stats_dict(stats: Stats) -> dict[str, Any]:

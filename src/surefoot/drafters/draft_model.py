@@ -17,7 +17,7 @@ from torch import Tensor
 from surefoot.errors import InputError
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Target, Window
-from surefoot.verify import draft_token, ruled
+from surefoot.verify import draft_row, draft_token
 
 CATCH_UP = 32  # tokens read in one pass when several were emitted since the last draft
 
@@ -74,7 +74,10 @@ class DraftModelDrafter:
         probs: list[list[Tensor]] = [[] for _ in sequences]
         while active:
             for i, s in active:
-                row = ruled(s, rows[i][None], tokens[i])[0]
+                row = draft_row(s, rows[i], tokens[i])
+                if row is None:
+                    rooms[i] = len(tokens[i])
+                    continue
                 token, drawn_from = draft_token(row, s.params, len(s.tokens) + len(tokens[i]), start=len(s.tokens))
                 tokens[i].append(token)
                 if drawn_from is not None:

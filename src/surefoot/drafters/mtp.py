@@ -19,7 +19,7 @@ from surefoot.model import DraftHead, MTPHead
 from surefoot.model.spans import Layout, into_passes
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Kept
-from surefoot.verify import draft_token, ruled
+from surefoot.verify import draft_row, draft_token
 
 BULK_ROWS = 16  # observed rows above which the lane is filled by a prefill pass at once
 
@@ -111,7 +111,9 @@ class _Chain:
         # drafts that remain follow another distribution than the one handed over.
         if min_confidence > 0 and logits.softmax(-1).amax().item() < min_confidence:
             return False
-        row = ruled(self.sequence, logits[None], self._tokens)[0]
+        row = draft_row(self.sequence, logits, self._tokens)
+        if row is None:
+            return False
         token, probs = draft_token(row, self.sequence.params, start + len(self._tokens), start)
         self._tokens.append(token)
         if probs is not None:

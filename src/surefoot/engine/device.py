@@ -129,17 +129,19 @@ class Overwrite(Protocol):
 class DeviceStep:
     """One step for the first `batch` slots: up to `depth` draft tokens each, verification, acceptance, commit.
 
-    `sampled` steps can judge by the p/q rule; the others serve greedy and coupled requests only, and cost less.
+    `sampled` steps can judge by the p/q rule; the others serve greedy and coupled requests only, and cost less. Ids
+    from `size` on have no token and never come.
     """
 
     def __init__(self, model: FusedModel, requests: Requests, slots: Tensor, drafter: DeviceDrafterName,
                  depth: int, sampled: bool, draft_head: DraftHead | None = None,
-                 overwrite: Overwrite | None = None) -> None:  # fmt: skip
+                 overwrite: Overwrite | None = None, size: int | None = None) -> None:  # fmt: skip
         assert not (sampled and overwrite), "an overwritten draft has no distribution"
         self._model, self._requests, self._drafter, self._depth = model, requests, drafter, depth
         self._draft_head, self._overwrite = draft_head, overwrite
         device, progress, batch = slots.device, model.progress, len(slots)
         vocab_size = model.decoder.config.vocab_size
+        self._padding = slice(size, None) if size is not None and size < vocab_size else None
 
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -177,6 +179,8 @@ class DeviceStep:
             if self._overwrite is not None:
                 self._overwrite(text)
         logits = self._model.score(text, window)
+        if self._padding is not None:
+            logits[:, self._padding] = -math.inf
         choose(logits, self._requests, text.slots, text.length, self._workspace, self._choices, self._bad,
                window=window)  # fmt: skip
         accept(text.drafts, self._choices, self._bad, self._requests, text.slots, text.length, text.tokens,
@@ -221,8 +225,8 @@ class DeviceTarget:
 
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int,
                  draft_head: DraftHead | None = None, overwrite: Overwrite | None = None,
-                 chunk: int | None = None) -> None:  # fmt: skip
-        self.model, self.decoder, self._draft_head = model, model.decoder, draft_head
+                 size: int | None = None, chunk: int | None = None) -> None:  # fmt: skip
+        self.model, self.decoder, self._draft_head, self._size = model, model.decoder, draft_head, size
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
         self.reader = DeviceReader(model, drafter, chunk)
         self.drafter, self.chunk = self.reader.drafter, self.reader.chunk
@@ -255,7 +259,7 @@ class DeviceTarget:
 
     def plain(self) -> DeviceTarget:
         """Plain decoding over the same model and slots."""
-        return DeviceTarget(self.model, "none", 0, chunk=self.chunk)
+        return DeviceTarget(self.model, "none", 0, size=self._size, chunk=self.chunk)
 
     def score(self, tokens: Seq[int]) -> Tensor:
         """The logits after each of the tokens, [T, V] float32; uses slot 0."""
@@ -287,7 +291,7 @@ class DeviceTarget:
         """The step for the first `size` slots, recorded on first use."""
         if (size, sampled) not in self.steps:
             step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled,
-                              self._draft_head, self._overwrite)  # fmt: skip
+                              self._draft_head, self._overwrite, self._size)  # fmt: skip
             if self._slots.is_cuda:
                 # While it is recorded, no slot is in use; what the step writes all the same is put back.
                 progress = self.model.progress

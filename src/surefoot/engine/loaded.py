@@ -171,8 +171,9 @@ class LoadedModel:
         if key not in self._device_targets:
             with torch.inference_mode():
                 target = DeviceTarget(
-                    self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite, self._chunk
-                )
+                    self.fused(slots), cast("DeviceDrafterName", drafter), depth, draft_head, overwrite,
+                    size=None if self.tokenizer is None else self.tokenizer.vocab_size or None, chunk=self._chunk,
+                )  # fmt: skip
                 target.warm_up(progress=progress)
                 self._device_targets[key] = target
         return self._device_targets[key]

@@ -10,7 +10,7 @@ from surefoot.verify.arrays import Array
 from surefoot.verify.distribution import probabilities, process
 from surefoot.verify.logprobs import token_logprobs
 from surefoot.verify.philox import Purpose, gumbel, uniforms
-from surefoot.verify.rules import Rules, ruled
+from surefoot.verify.rules import Rules, draft_row, ruled
 
 __all__ = [
     "Array",
@@ -19,6 +19,7 @@ __all__ = [
     "accept",
     "accept_exact",
     "choose",
+    "draft_row",
     "draft_token",
     "gumbel",
     "probabilities",

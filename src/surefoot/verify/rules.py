@@ -73,6 +73,15 @@ def ruled(sequence: Sequence, logits: Tensor, draft: Seq[int] = ()) -> Tensor:
     return logits if sequence.rules is None else sequence.rules.rows(logits, sequence.tokens, draft)
 
 
+def draft_row(sequence: Sequence, logits: Tensor, draft: Seq[int]) -> Tensor | None:
+    """A drafter's logits [V] behind what it has drafted, by the sequence's rules; None where they leave nothing of what
+    it can draft (a reduced vocabulary, for one), so that the draft ends there."""
+    if sequence.rules is None:
+        return logits
+    row = sequence.rules.rows(logits[None], sequence.tokens, draft)[0]
+    return None if bool((row == -math.inf).all()) else row
+
+
 def check_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise InputError for an id among the parameters that a vocabulary of this size does not have."""
     check_token_ids("logit_bias", list(dict(params.logit_bias)), vocab_size)
