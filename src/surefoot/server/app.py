@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,12 +25,14 @@ from surefoot.engine import Engine
 from surefoot.engine.service import Service
 from surefoot.errors import InputError, SurefootError
 from surefoot.loading.tokenizer import require_tokenizer
-from surefoot.server.backend import Backend, Limits
+from surefoot.server.backend import Backend, Limits, Run, Whole
 from surefoot.server.board import Board
 from surefoot.server.errors import ApiError, as_api_error, validation_error
-from surefoot.server.openai import Chat, Completion, Form
+from surefoot.server.messages import Messages
+from surefoot.server.openai import Chat, Completion
 from surefoot.server.params import Reader
-from surefoot.server.schema import ChatRequest, CompletionRequest
+from surefoot.server.responses import Responses
+from surefoot.server.schema import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
 from surefoot.server.wire import EventStream, unless_gone
 
 GUARDED = "/v1/"
@@ -74,7 +76,7 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
                            allow_headers=["*"])  # fmt: skip
     _handle_errors(app)
     _add_information(app, engine, backend)
-    _add_openai(app, backend)
+    _add_answers(app, backend)
     return app
 
 
@@ -117,7 +119,7 @@ def _add_information(app: FastAPI, engine: Engine, backend: Backend) -> None:
         return own | backend.board.stats()
 
 
-def _add_openai(app: FastAPI, backend: Backend) -> None:
+def _add_answers(app: FastAPI, backend: Backend) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """An answer to a chat."""
@@ -132,6 +134,32 @@ def _add_openai(app: FastAPI, backend: Backend) -> None:
         backend.check_model(body.model)
         run = await backend.start(partial(Completion.job, body, backend), request.url.path, "cmpl-")
         return await _answer(Completion(backend, body, run), body.stream, request)
+
+    @app.post("/v1/messages", response_model=None)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """An answer to a chat, in Anthropic's form."""
+        backend.check_model(body.model)
+        run = await backend.start(partial(Messages.job, body, backend), request.url.path, "msg_", parsed=True)
+        return await _answer(Messages(backend, body, run), body.stream, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """An answer, in the form of OpenAI's responses; nothing of it is kept."""
+        backend.check_model(body.model)
+        run = await backend.start(partial(Responses.job, body, backend), request.url.path, "resp_", parsed=True)
+        return await _answer(Responses(backend, body, run), body.stream, request)
+
+
+class Form(Protocol):
+    """How an answer is put: whole, or as events."""
+
+    run: Run
+
+    def answer(self, wholes: Sequence[Whole]) -> dict[str, Any]:
+        """The whole answer."""
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        """The answer as events."""
 
 
 async def _answer(form: Form, stream: bool | None, request: Request) -> Response:
@@ -177,17 +205,21 @@ class Gate:
         headers = dict(scope["headers"])
         size = 0
         began = False
+        refusal: ApiError | None = None
 
         async def counted() -> Message:
-            nonlocal size
+            nonlocal size, refusal
             message = await receive()
             size += len(message.get("body", b""))
             if size > self._max_body:
-                raise self._too_large(f"more than {self._max_body}")
+                refusal = self._too_large(f"more than {self._max_body}")
+                raise refusal
             return message
 
         async def noted(message: Message) -> None:
             nonlocal began
+            if refusal is not None and not began:
+                return  # what others make of the error
             if message["type"] == "http.response.start":
                 began = True
                 route = scope.get("route")
@@ -198,8 +230,10 @@ class Gate:
             self._check(path, headers)
             await self._app(scope, counted, noted)
         except ApiError as error:
-            if not began:
-                await error.response(path)(scope, receive, noted)
+            refusal = error
+        if refusal is not None and not began:
+            error, refusal = refusal, None
+            await error.response(path)(scope, receive, noted)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._keys and path.startswith(GUARDED) and not self._knows(headers):

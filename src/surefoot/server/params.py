@@ -54,7 +54,10 @@ class Reader:
         if len(text) > most:
             raise InputError(f"prompt: expected at most {self.max_len} tokens (max_len), "
                              f"found {len(text)} characters, more than they can hold")  # fmt: skip
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InputError as error:
+            raise InputError(str(error).replace("text:", "prompt:", 1)) from error
 
     def prompts(self, value: str | list[str] | list[int] | list[list[int]]) -> tuple[list[int], ...]:
         """The prompts of a completion. Raises InputError."""
@@ -100,13 +103,14 @@ def _message(message: ChatMessage) -> dict[str, Any]:
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function",
-             "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)}}
+             "function": {"name": call.function.name, "arguments": read_arguments(call.function.arguments)}}
             for call in message.tool_calls
         ]  # fmt: skip
     return plain
 
 
-def _arguments(text: str) -> Any:
+def read_arguments(text: str) -> Any:
+    """A call's arguments as chat templates read them. Raises InputError for what is no JSON."""
     try:
         return json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
