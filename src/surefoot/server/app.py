@@ -125,7 +125,7 @@ def _add_answers(app: FastAPI, backend: Backend) -> None:
         """An answer to a chat."""
         backend.check_model(body.model)
         make = partial(Chat.job, body, backend)
-        run = await backend.start(make, request.url.path, "chatcmpl-", parsed=True)
+        run = await backend.start(make, request.url.path, "chatcmpl-")
         return await _answer(Chat(backend, body, run), body.stream, request)
 
     @app.post("/v1/completions", response_model=None)
@@ -139,14 +139,14 @@ def _add_answers(app: FastAPI, backend: Backend) -> None:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """An answer to a chat, in Anthropic's form."""
         backend.check_model(body.model)
-        run = await backend.start(partial(Messages.job, body, backend), request.url.path, "msg_", parsed=True)
+        run = await backend.start(partial(Messages.job, body, backend), request.url.path, "msg_")
         return await _answer(Messages(backend, body, run), body.stream, request)
 
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """An answer, in the form of OpenAI's responses; nothing of it is kept."""
         backend.check_model(body.model)
-        run = await backend.start(partial(Responses.job, body, backend), request.url.path, "resp_", parsed=True)
+        run = await backend.start(partial(Responses.job, body, backend), request.url.path, "resp_")
         return await _answer(Responses(backend, body, run), body.stream, request)
 
 
@@ -232,8 +232,8 @@ class Gate:
         except ApiError as error:
             refusal = error
         if refusal is not None and not began:
-            error, refusal = refusal, None
-            await error.response(path)(scope, receive, noted)
+            answer, refusal = refusal.response(path), None
+            await answer(scope, receive, noted)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._keys and path.startswith(GUARDED) and not self._knows(headers):

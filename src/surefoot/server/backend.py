@@ -17,7 +17,7 @@ from surefoot.server.board import Board
 from surefoot.server.choices import Choice, Finish, Update, follow
 from surefoot.server.errors import ApiError
 from surefoot.server.params import Job, Reader, each_choice
-from surefoot.server.parsing import ChatParser, Delta
+from surefoot.server.parsing import Delta
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Backend:
         if name is not None and name != self.model:
             raise ApiError(404, f"model: expected {self.model!r}, found {shown(name)}", "model", "model_not_found")
 
-    async def start(self, make: Callable[[], Job], path: str, prefix: str, parsed: bool = False) -> Run:
+    async def start(self, make: Callable[[], Job], path: str, prefix: str) -> Run:
         """Let a request in: `make` builds the job, in a thread, as texts may be long. Raises what it raises, ApiError,
         InputError and QueueFullError; then nothing of it is left in the service."""
         job = await asyncio.to_thread(make)
@@ -143,9 +143,9 @@ class Backend:
                 submit = partial(
                     self.service.submit, prompt, params, drafter=job.drafter, draft_length=job.draft_length
                 )
-                parser = ChatParser() if parsed else None
+                parser = None if job.parser is None else job.parser()
                 ticket = await _submitted(submit)
-                choices.append(Choice(index, ticket, params, self.reader.tokenizer, len(prompt), parser, job.thinks))
+                choices.append(Choice(index, ticket, params, self.reader.tokenizer, len(prompt), parser))
         except BaseException:
             for choice in choices:
                 choice.ticket.cancel()

@@ -18,7 +18,6 @@ from surefoot.sequence import TokenLogprobs
 from surefoot.server.parsing import ChatParser, Delta
 
 FinishReason = Literal["stop", "length", "tool_calls"]
-END_THINK = "</think>"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class Choice:
     tokenizer: Tokenizer
     prompt_tokens: int
     parser: ChatParser | None = None
-    thinks: bool = False
     stats: Stats = field(init=False, default_factory=Stats)
     prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False, default=None)
     tokens: list[int] = field(init=False, default_factory=list)
@@ -67,7 +65,6 @@ class Choice:
         self._text = OutputText(self.tokenizer, self.params.stop, self.params.min_new_tokens)
         self._called = False
         self._origin = "plain"
-        self._end_think = self.tokenizer.backend.token_to_id(END_THINK)
 
     @property
     def cached_tokens(self) -> int:
@@ -76,17 +73,18 @@ class Choice:
 
     def take(self, record: StepRecord) -> Update:
         """What a step brought."""
-        pieces = []
+        pieces: list[tuple[str, str]] = []
+        deltas: list[Delta] = []
         self.stats.add(record)
         if record.sequence.prompt is not None:
             self.prompt_logprobs = record.sequence.prompt.logprobs
         for token, origin in zip(record.tokens, origins(record), strict=True):
             self._origin = origin
-            self._count_reasoning(token)
+            self.reasoning_tokens += self.parser is not None and self.parser.in_reasoning
             if piece := self._text.push((token,)):
                 pieces.append((piece, origin))
+                deltas += self._parse(piece)
         self.tokens += record.tokens
-        deltas = self._parse("".join(piece for piece, _ in pieces))
         return Update(self.index, pieces, deltas, record.tokens, record.logprobs)
 
     def end(self) -> Update:
@@ -107,11 +105,6 @@ class Choice:
         deltas = [Delta(content=text)] if self.parser is None else self.parser.feed(text)
         self._called |= any(delta.tool is not None for delta in deltas)
         return deltas
-
-    def _count_reasoning(self, token: int) -> None:
-        if self.thinks:
-            self.reasoning_tokens += 1
-            self.thinks = token != self._end_think
 
     def _ended_by(self) -> str | int | None:
         if self._text.stopped:

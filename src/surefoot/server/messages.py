@@ -47,12 +47,12 @@ class Messages:
                                               "parameters": tool.input_schema}}
             for tool in request.tools or ()
         ]  # fmt: skip
-        prompt = backend.reader.chat(messages, None if off else tools, **template)
+        prompt, parser = backend.reader.chat(messages, None if off else tools, **template)
         given = params.basics(request, request.max_tokens, room=0)
         if budget is not None:
             given["thinking_budget"] = budget
         stop = tuple(request.stop_sequences or ())
-        return Job((prompt,), SamplingParams(**given, stop=stop), **params.chosen_drafting(request))
+        return Job((prompt,), SamplingParams(**given, stop=stop), parser=parser, **params.chosen_drafting(request))
 
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""

@@ -127,7 +127,7 @@ class Chat(Form):
         elif request.top_logprobs:
             raise ApiError(400, "top_logprobs: expected with logprobs true, found without", "top_logprobs")
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
-        prompt = backend.reader.chat(
+        prompt, parser = backend.reader.chat(
             params.to_template(request.messages),
             None if request.tool_choice == "none" else tools,
             **(request.chat_template_kwargs or {}),
@@ -141,7 +141,7 @@ class Chat(Form):
             logprobs=top,
             response_format=request.response_format,
         )
-        return Job((prompt,), sampling, **params.chosen_drafting(request))
+        return Job((prompt,), sampling, parser=parser, **params.chosen_drafting(request))
 
     def choice(self, choice: Choice, whole: Whole) -> dict[str, Any]:
         """See `Form`."""

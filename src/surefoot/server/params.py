@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import secrets
+import uuid
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +14,7 @@ from typing import Any
 from surefoot.errors import InputError, shown
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.sampling import MAX_SEED, SamplingParams, StructuredOutput
+from surefoot.server.parsing import OPEN_THOUGHT, ChatParser, schemas_of
 from surefoot.server.schema import (
     ChatMessage,
     Drafting,
@@ -33,7 +36,7 @@ class Job:
     params: SamplingParams
     drafter: str | None = None
     draft_length: int | None = None
-    thinks: bool = False  # the prompt ends inside the model's thoughts
+    parser: Callable[[], ChatParser] | None = None  # of answers to chats
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,20 @@ class Reader:
             self.encode(one) if isinstance(one, str) else list(one) for one in value if not isinstance(one, int)
         )
 
-    def chat(self, messages: Seq[dict[str, Any]], tools: list[dict[str, Any]] | None, **template: Any) -> list[int]:
-        """The tokens of a chat, up to where the answer begins. Raises TokenizerError for what the template refuses."""
+    def chat(
+        self, messages: Seq[dict[str, Any]], tools: list[dict[str, Any]] | None, **template: Any
+    ) -> tuple[list[int], Callable[[], ChatParser]]:
+        """The tokens of a chat, up to where the answer begins, and what parses the answer. Raises TokenizerError for
+        what the template refuses."""
         if tools:
             template["tools"] = tools
-        return self.encode(self.tokenizer.apply_chat(messages, **template), add_special_tokens=False)
+        text = self.tokenizer.apply_chat(messages, **template)
+        thinking = text.rstrip().endswith(OPEN_THOUGHT)
+
+        def parser() -> ChatParser:
+            return ChatParser(thinking, bool(tools), schemas_of(tools or ()), f"call_{uuid.uuid4().hex}")
+
+        return self.encode(text, add_special_tokens=False), parser
 
     def words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """Tokens of words that must not come: each at the beginning of a text, and behind a space."""

@@ -42,11 +42,11 @@ class Responses:
                                               "parameters": tool.parameters or {}}}
             for tool in request.tools or ()
         ]  # fmt: skip
-        prompt = backend.reader.chat(messages, None if request.tool_choice == "none" else tools)
+        prompt, parser = backend.reader.chat(messages, None if request.tool_choice == "none" else tools)
         given = params.basics(request, request.max_output_tokens, backend.reader.max_len - len(prompt))
         if request.text is not None and request.text.format is not None:
             given["structured"] = params.formatted(request.text.format)
-        return Job((prompt,), SamplingParams(**given), **params.chosen_drafting(request))
+        return Job((prompt,), SamplingParams(**given), parser=parser, **params.chosen_drafting(request))
 
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""
