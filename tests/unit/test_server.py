@@ -41,7 +41,7 @@ def plain() -> Engine:
     return engine(drafter="none", draft_length=0, slots=1)
 
 
-@pytest.fixture()
+@pytest.fixture
 def client(live: Live) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
         yield client
@@ -246,9 +246,8 @@ def test_messages(live: Live, client: openai.OpenAI) -> None:
         "model": MODEL,
         "messages": MESSAGES,
         "max_tokens": 40,
-        "temperature": 0.8,
-        "extra_body": {"seed": 4},
-    }  # noqa: E501
+        "extra_body": {"seed": 4, "temperature": 0.8},
+    }
     with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as other:
         whole = other.messages.create(**asked)
         with other.messages.stream(**asked) as stream:
@@ -354,10 +353,11 @@ def test_paths_and_methods(live: Live) -> None:
     assert httpx.get(f"{live.url}/v1/models/other").status_code == 404
 
 
-@pytest.mark.parametrize("text", ["a", "\n", "漢字 ", " return x"])
+@pytest.mark.parametrize("text", ["a", "漢字 ", " return x"])
 def test_prompt_of_ten_megabytes(live: Live, text: str) -> None:
+    prompt = text * (10_000_000 // len(text.encode()))
     begun = time.monotonic()
-    answer = post(live, "/v1/completions", {"prompt": text * (10_000_000 // len(text.encode()))})
+    answer = post(live, "/v1/completions", json.dumps({"prompt": prompt}, ensure_ascii=False).encode())
     assert answer.status_code == 400
     assert "prompt: expected at most 1024 tokens" in answer.json()["error"]["message"]
     assert time.monotonic() - begun < 5
@@ -367,15 +367,15 @@ def test_fuzzed_bodies(live: Live) -> None:
     """Fields of the schema with values of every kind: an answer or a reason, never a failure."""
     dice = random.Random(0)
     schema = httpx.get(f"{live.url}/openapi.json").json()["components"]["schemas"]
-    values: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 2**63, 2**64, -0.5, 0.5, 1e308, "", "x", "\x00", "\ud83d", [], [0], [""],
-                         [[]], {}, {"type": "json_object"}, {"0": 1}, ["a"] * 50]  # fmt: skip
+    values: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 2**63, 2**64, -0.5, 0.5, 1e308, "", "x", "\x00", "\ud83d", [], [0],
+                         [""], [[]], {}, {"type": "json_object"}, {"0": 1}, ["a"] * 50]  # fmt: skip
     paths = {"chat/completions": "ChatRequest", "completions": "CompletionRequest", "messages": "MessagesRequest",
              "responses": "ResponsesRequest"}  # fmt: skip
     seen = set()
     for path, name in paths.items():
         base: dict[str, Any] = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
         base = {"input": "x", "max_output_tokens": 3} if path == "responses" else base | {"max_tokens": 3}
-        for _ in range(60):
+        for _ in range(25):
             fields = dice.sample(sorted(schema[name]["properties"]), dice.choice([1, 1, 2]))
             body = base | {field: dice.choice(values) for field in fields if field not in ("stream", "max_tokens")}
             answer = post(live, f"/v1/{path}", body)
@@ -419,7 +419,13 @@ def guarded() -> Iterator[Live]:
 
 def test_api_key(guarded: Live) -> None:
     body = {"prompt": "x", "max_tokens": 2}
-    for headers in ({}, {"authorization": "Bearer third"}, {"authorization": "first"}, {"x-api-key": "sec"}):
+    refused: list[dict[str, str]] = [
+        {},
+        {"authorization": "Bearer third"},
+        {"authorization": "first"},
+        {"x-api-key": "sec"},
+    ]
+    for headers in refused:
         answer = post(guarded, "/v1/completions", body, headers=headers)
         assert answer.status_code == 401
         assert "api_key: expected" in answer.json()["error"]["message"]
@@ -445,7 +451,8 @@ def test_queue_full(guarded: Live) -> None:
     headers = {"x-api-key": "first"}
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers) as busy:
-        next(busy.iter_raw())
+        chunks = busy.iter_raw()
+        next(chunks)
         answer = post(guarded, "/v1/completions", {"prompt": "x"}, headers=headers)
         assert answer.status_code == 429
         assert answer.headers["retry-after"]

@@ -239,7 +239,10 @@ class Completion(Form):
     def choice(self, choice: Choice, whole: Whole) -> dict[str, Any]:
         """See `Form`."""
         scores = [*self._echoed(choice), *whole.logprobs]
-        return {"text": self._echo(choice) + whole.text, "logprobs": self._logprobs(scores, 0)}
+        return {
+            "text": self._echo(choice) + whole.text,
+            "logprobs": self._logprobs(scores, 0, self._prompt_of(choice)[0]),
+        }
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """See `Form`."""
@@ -260,13 +263,16 @@ class Completion(Form):
     def _echo(self, choice: Choice) -> str:
         if not self.request.echo:
             return ""
-        return self.tokenizer.decode(self.run.job.prompts[choice.index // self.run.job.params.n])
+        return self.tokenizer.decode(self._prompt_of(choice))
+
+    def _prompt_of(self, choice: Choice) -> list[int]:
+        return self.run.job.prompts[choice.index // self.run.job.params.n]
 
     def _echoed(self, choice: Choice) -> list[TokenLogprobs | None]:
         return self.prompt_scores(choice) if self.request.echo and self.request.logprobs is not None else []
 
-    def _logprobs(self, entries: Seq[TokenLogprobs | None], offset: int) -> dict[str, Any] | None:
-        return tokens.completion_logprobs(entries, self.tokenizer, offset) if entries else None
+    def _logprobs(self, entries: Seq[TokenLogprobs | None], offset: int, first: int = 0) -> dict[str, Any] | None:
+        return tokens.completion_logprobs(entries, self.tokenizer, offset, first) if entries else None
 
 
 def _ended(update: Update) -> dict[str, Any]:

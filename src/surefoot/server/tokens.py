@@ -19,13 +19,15 @@ def chat_logprobs(entries: Seq[TokenLogprobs], tokenizer: Tokenizer) -> list[dic
     ]
 
 
-def completion_logprobs(entries: Seq[TokenLogprobs | None], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+def completion_logprobs(
+    entries: Seq[TokenLogprobs | None], tokenizer: Tokenizer, offset: int, first: int = 0
+) -> dict[str, Any]:
     """A completion's `logprobs`: four lists, an entry each per token; texts begin at `offset`. Of tokens with the same
-    text the likeliest is shown. None stands for the first token of a prompt."""
+    text the likeliest is shown. None stands for the `first` token of a prompt."""
     texts, offsets, logprobs = [], [], []
     tops: list[dict[str, float] | None] = []
     for entry in entries:
-        text = "" if entry is None else _text(entry.token, tokenizer)
+        text = _text(first if entry is None else entry.token, tokenizer)
         texts.append(text)
         offsets.append(offset)
         offset += len(text)
