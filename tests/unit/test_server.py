@@ -349,6 +349,7 @@ def test_bad_request(live: Live, path: str, body: Any, status: int, words: str) 
 
 def test_paths_and_methods(live: Live) -> None:
     assert httpx.get(f"{live.url}/v1/nothing").status_code == 404
+    assert post(live, "/v1/nothing", {}).status_code == 404
     assert httpx.get(f"{live.url}/v1/completions").json()["error"]["message"]
     assert httpx.get(f"{live.url}/v1/models/other").status_code == 404
 
@@ -367,8 +368,8 @@ def test_fuzzed_bodies(live: Live) -> None:
     """Fields of the schema with values of every kind: an answer or a reason, never a failure."""
     dice = random.Random(0)
     schema = httpx.get(f"{live.url}/openapi.json").json()["components"]["schemas"]
-    values: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 2**63, 2**64, -0.5, 0.5, 1e308, "", "x", "\x00", "\ud83d", [], [0],
-                         [""], [[]], {}, {"type": "json_object"}, {"0": 1}, ["a"] * 50]  # fmt: skip
+    values: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 2**63, 2**64, -0.5, 0.5, 1e308, "", "x", "\x00", "\ud83d",
+                         [], [0], [""], [[]], {}, {"type": "json_object"}, {"0": 1}, ["a"] * 50]  # fmt: skip
     paths = {"chat/completions": "ChatRequest", "completions": "CompletionRequest", "messages": "MessagesRequest",
              "responses": "ResponsesRequest"}  # fmt: skip
     seen = set()

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -19,6 +20,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surefoot.engine import Engine
@@ -36,6 +38,7 @@ from surefoot.server.schema import ChatRequest, CompletionRequest, MessagesReque
 from surefoot.server.wire import EventStream, unless_gone
 
 GUARDED = "/v1/"
+PAGE = Path(__file__).parent / "static"
 CLIENT_GONE = 499  # in metrics only: nobody is there to read it
 
 
@@ -77,6 +80,8 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     _handle_errors(app)
     _add_information(app, engine, backend)
     _add_answers(app, backend)
+    if PAGE.is_dir():
+        app.mount("/", StaticFiles(directory=PAGE, html=True))  # last: it takes all paths
     return app
 
 
@@ -180,8 +185,9 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = f"{request.url.path}: {error.detail}"
-        return ApiError(error.status_code, text).response(request.url.path)
+        nowhere = isinstance(request.scope.get("endpoint"), StaticFiles)  # where the page would be, POST finds nothing
+        status, detail = (404, "Not Found") if nowhere else (error.status_code, error.detail)
+        return ApiError(status, f"{request.url.path}: {detail}").response(request.url.path)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
