@@ -345,6 +345,24 @@ def test_ids_without_a_token_never_come(engine: Engine, bare: Engine) -> None:
     assert max(set().union(*seen[4:])) > END_THINK  # without a tokenizer nobody knows
 
 
+def test_a_draft_ends_where_the_rules_leave_the_drafter_nothing(folder: Path) -> None:
+    """Its vocabulary has none of the allowed ids, but the stop ids that every draft vocabulary has."""
+    ours = Engine.from_pretrained(folder, drafter="mtp", draft_length=3, max_len=64, draft_vocab=[5, 6])
+    for temperature, rule in ((0.0, "coupled"), (1.0, "coupled"), (1.0, "rejection")):
+        params = SamplingParams(
+            max_new_tokens=9, temperature=temperature, acceptance=rule, allowed_token_ids=(7, 8),  # type: ignore[arg-type]
+        )  # fmt: skip
+        out = ours.generate([1, 2], params)
+        assert set(out.token_ids) <= {7, 8}
+        assert (len(out.token_ids), out.stats.proposed) == (9, 0)
+
+
+def test_plain_decoding_has_no_drafts_from_a_grammar_either(folder: Path) -> None:
+    params = SamplingParams(max_new_tokens=9, structured=StructuredOutput(regex="abcdef"))
+    out = Engine.from_pretrained(folder, drafter="none", max_len=64).generate([1], params)
+    assert (out.text, out.stats.proposed, out.stats.steps) == ("abcdef", 0, 7)
+
+
 def test_a_processor_of_ones_own(engine: Engine) -> None:
     calls: list[int] = []
 

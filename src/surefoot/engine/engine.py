@@ -82,7 +82,7 @@ class Engine:
         self.target = target
         check_draft_length(drafter.name, draft_length, self.device)
         self.drafter = drafter
-        self.draft_length = draft_length
+        self.draft_length = 0 if drafter.name == "none" else draft_length  # then not even a grammar drafts
         self.tokenizer = tokenizer
         self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
