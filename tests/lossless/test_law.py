@@ -192,11 +192,11 @@ def test_control_a_drawn_draft_that_a_grammar_cuts_is_noticed(monkeypatch: pytes
     params, rules = params_of({}), GRAMMAR | {"stop": STOP}
     own = loop._by_grammar
 
-    def cut(sequence: Sequence, draft: Draft, forced: tuple[int, ...]) -> Draft:
+    def cut(sequence: Sequence, draft: Draft, forced: tuple[int, ...], failed: loop.Failed) -> Draft:
         assert sequence.rules is not None
         count = sequence.rules.cut(sequence.tokens, draft.tokens)
         probs = None if draft.probs is None or not count else draft.probs[:count]
-        return own(sequence, Draft(draft.tokens[:count], probs), forced)
+        return own(sequence, Draft(draft.tokens[:count], probs), forced, failed)
 
     monkeypatch.setattr(loop, "_by_grammar", cut)
     law = step_law(TARGET, Unruled(OTHER), params, 2, 3, **rules)

@@ -366,8 +366,8 @@ class Engine:
             raise InputError(f"engine: expected its {self._held} to be read to the end or closed first, found it open")
 
     def sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError for `n` > 1,
-        too."""
+        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError for
+        `n` > 1, too."""
         choices = self._choices(prompt, params)
         if len(choices) > 1:
             raise InputError(f"n: expected 1 (take each of params.choices() in turn), found {len(choices)}")
