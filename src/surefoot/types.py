@@ -108,8 +108,8 @@ class ResumableTarget(ReadsPrompts, Protocol):
         """Copy positions `start .. stop - 1` while `stop` tokens have been read. No window may be open."""
 
     def resume(self, slot: int, tokens: Seq[int], kept: Seq[Kept]) -> Iterator[tuple[int, Tensor]]:
-        """`prefill`, but for the first tokens, which are put back from copies that follow one another from position
-        0 on. Always yields hidden states."""
+        """`prefill`, but for tokens that are put back from copies, which follow one another: from position 0 on, or
+        (if the first copy begins later) behind what has been read of the same tokens. Always yields hidden states."""
 
 
 @runtime_checkable
@@ -128,7 +128,8 @@ class ResumableDrafter(Resumable, Protocol):
         """Copy what it holds of positions `start .. stop - 1` after observing the first `stop`."""
 
     def resume(self, sequence: Sequence, kept: Seq[Kept]) -> None:
-        """Take copies that follow one another from position 0 on for what was observed of a new sequence."""
+        """Take copies that follow one another for what would have been observed: from position 0 on, or behind what
+        was."""
 
 
 class Drafter(Protocol):

@@ -121,6 +121,25 @@ def test_an_engine_cannot_put_another_drafter_over_the_step(device: torch.device
         Engine(target, NoDrafter(), 0)
 
 
+def test_requests_with_rules_go_through_the_host(device: torch.device) -> None:
+    """Beside others that the step serves; an engine that has no host's loop says so."""
+    plain = SamplingParams(max_new_tokens=3)
+    ruled = SamplingParams(max_new_tokens=5, presence_penalty=1.0, logprobs=1)
+    with torch.inference_mode():
+        decoder, head = build(device)
+        target = DeviceTarget(FusedModel(decoder, head, 1, 2), "mtp", 1)
+        host = DecoderTarget(decoder, 1), MTPDrafter(head, 1)
+    engine = Engine(target, target.drafter, 1, host=lambda: host)
+    outs = engine.generate(PROMPTS[:2], [ruled, plain])
+    expected = Engine(host[0], NoDrafter(), 0).generate(PROMPTS[:2], [ruled, plain])
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert outs[0].logprobs == expected[0].logprobs
+    assert outs[0].stats.proposed > 0
+    assert engine.plain().generate(PROMPTS[0], ruled).stats.proposed == 0
+    with pytest.raises(InputError, match="expected what the target's own step can do, found more"):
+        Engine(target, target.drafter, 1).generate(PROMPTS[0], ruled)
+
+
 def test_statistics_are_those_of_the_host(device: torch.device) -> None:
     """A draft that reaches past the request's end counts up to there only."""
     params = SamplingParams(max_new_tokens=5)

@@ -419,7 +419,16 @@ def test_a_banned_token_never_appears() -> None:
         assert any(4 in record.draft.tokens for record in run.records)
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), params_of({}), params_of({}, acceptance="coupled")])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        params_of({}),
+        params_of({}, acceptance="coupled"),
+        SamplingParams(presence_penalty=1.0, allowed_token_ids=(1, 2)),
+        params_of({"repetition_penalty": 1.2, "typical_p": 0.5}),
+    ],
+)
 def test_a_row_of_nan_is_an_error_that_names_the_position(params: SamplingParams) -> None:
     """cases.md 16: nothing is emitted from such a window."""
 

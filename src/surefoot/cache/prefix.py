@@ -40,11 +40,11 @@ class Node:
         """Memory of its copies and of its tokens."""
         return sum(kept.nbytes for kept in self.parts.values()) + len(self.key)
 
-    def path(self) -> list[Node]:
-        """The nodes from the text's beginning to this one, the root left out."""
+    def path(self, behind: Node | None = None) -> list[Node]:
+        """The nodes to this one from the text's beginning, or from behind an earlier one."""
         path: list[Node] = []
         node = self
-        while node.parent is not None:
+        while node.parent is not None and node is not behind:
             path.append(node)
             node = node.parent
         return path[::-1]
@@ -65,10 +65,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._order)
 
-    def match(self, tokens: Seq[int], chunk: int, parts: Collection[str]) -> Node:
+    def match(self, tokens: Seq[int], chunk: int, parts: Collection[str], behind: Node | None = None) -> Node:
         """The node furthest along the tokens by whole chunks or to their very end, which has all `parts`, as have those
-        before it; the root if there is none."""
-        node = self.root
+        before it; the root if there is none. `behind` is where to begin, a node on the way."""
+        node = self.root if behind is None else behind
         while node.stop < len(tokens):
             child = self.child(node, tokens[node.stop : node.stop + chunk], parts)
             if child is None:
@@ -108,9 +108,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._order.clear()
-        self.root = Node()
-        self.used = 0
+        while self._order:
+            self._drop(next(iter(self._order)))
 
     def _make_room(self, needed: int, keep: Node) -> bool:
         """Whether `needed` bytes more fit, once older nodes are gone; not the node to keep or those before it."""
@@ -169,7 +168,7 @@ def keep_layers(layers: Seq[KVCache | StateLayer], slot: int, start: int, stop: 
 
 
 def resume_layers(layers: Seq[KVCache | StateLayer], slot: int, kept: Seq[Kept]) -> None:
-    """Put copies back that follow one another from position 0 on; of the states, the last ones."""
+    """Put copies back that follow one another; of the states, the last ones."""
     for index, layer in enumerate(layers):
         if isinstance(layer, KVCache):
             for copy in kept:

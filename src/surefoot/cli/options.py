@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from surefoot.cli.prompt import read_text
+from surefoot.cli.files import read_text
 from surefoot.errors import InputError
 from surefoot.sampling import SamplingParams, StructuredOutput
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from surefoot.cli.files import decode, read_text
 from surefoot.errors import InputError, shown
 
 if TYPE_CHECKING:
@@ -32,30 +32,12 @@ def read_prompt(options: Options) -> str | list[int]:
     elif options.prompt is not None and options.prompt != "-":
         text = options.prompt
     elif options.prompt == "-" or not sys.stdin.isatty():
-        text = _decode(sys.stdin.buffer.read(), "standard input")
+        text = decode(sys.stdin.buffer.read(), "standard input")
     else:
         raise InputError("prompt: expected a text, --file, --token-ids or piped input, found none")
     if not text:
         raise InputError("prompt: expected at least one character, found none")
     return text
-
-
-def read_text(file: Path) -> str:
-    """A file's text. Raises InputError if it cannot be read or is none."""
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"{file}: expected a readable file, found: {error.strerror or error}") from error
-    return _decode(raw, str(file))
-
-
-def _decode(raw: bytes, source: str) -> str:
-    if b"\0" in raw:
-        raise InputError(f"{source}: expected text, found binary data (a NUL at byte {raw.index(0)})")
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{source}: expected UTF-8 text, found: {error}") from error
 
 
 def _ids(listed: str) -> list[int]:

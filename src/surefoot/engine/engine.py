@@ -82,7 +82,7 @@ class Engine:
         self.target = target
         check_draft_length(drafter.name, draft_length, self.device)
         self.drafter = drafter
-        self.draft_length = draft_length
+        self.draft_length = 0 if drafter.name == "none" else draft_length  # then not even a grammar drafts
         self.tokenizer = tokenizer
         self.eos_token_ids = check_stop_ids("eos_token_ids", eos_token_ids)
         self.notes = tuple(notes)
@@ -277,7 +277,7 @@ class Engine:
 
     def _run(self, sequences: list[Sequence], progress: Progress | None = None) -> Generator[StepRecord, None, None]:
         records = drain(self.runner(Ways(self.clock, progress, prefixes=self.prefixes)), sequences)
-        self.hold("open stream")
+        self.hold("open stream to be read to the end or closed")
         try:
             while True:
                 with torch.inference_mode():  # not around the yield: the caller's own code runs there
@@ -363,11 +363,11 @@ class Engine:
 
     def _check_idle(self) -> None:
         if self._held is not None:
-            raise InputError(f"engine: expected its {self._held} to be read to the end or closed first, found it open")
+            raise InputError(f"engine: expected its {self._held} first, found it open")
 
     def sequence(self, prompt: Prompt, params: SamplingParams) -> Sequence:
-        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError, also for
-        `n` > 1."""
+        """The sequence that a request for one choice asks for, checked as `generate` does. Raises InputError for
+        `n` > 1, too."""
         choices = self._choices(prompt, params)
         if len(choices) > 1:
             raise InputError(f"n: expected 1 (take each of params.choices() in turn), found {len(choices)}")

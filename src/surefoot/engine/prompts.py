@@ -29,20 +29,33 @@ def read(sequence: Sequence, drafter: Drafter, target: ReadsPrompts, prefixes: P
         return kept if lane is None else kept | {parts[1]: lane.keep(sequence, start, stop)}
 
     tokens = sequence.tokens[:-1]
-    # Who scores the prompt is shown all of it.
-    found = prefixes.match(tokens, target.chunk, parts) if sequence.prompt is None else prefixes.root
-    path = found.path()
-    sequence.cached_tokens = start = found.stop
-    if lane is not None and path:
-        lane.resume(sequence, [step.parts[parts[1]] for step in path])
-    node: Node | None = found
-    for done in prefill(sequence, drafter, target, [step.parts[STATE] for step in path]):
-        if node is not None:
-            piece = tokens[start:done]
-            known = prefixes.child(node, piece, parts)
-            node = prefixes.insert(node, piece, copies(start, done)) if known is None else known
-        start = done
-        yield done
+
+    def known(node: Node | None) -> list[Node]:
+        """What is kept behind a node; nothing for who scores the prompt, and so is shown all of it."""
+        if node is None or sequence.prompt is not None:
+            return []
+        return prefixes.match(tokens, target.chunk, parts, node).path(node)
+
+    node: Node | None = prefixes.root
+    start, further = 0, known(prefixes.root)
+    while True:
+        if further:
+            if lane is not None:
+                lane.resume(sequence, [step.parts[parts[1]] for step in further])
+            node = further[-1]
+            sequence.cached_tokens += node.stop - start
+            start = node.stop
+        for done in prefill(sequence, drafter, target, [step.parts[STATE] for step in further]):
+            if node is not None:
+                piece = tokens[start:done]
+                there = prefixes.child(node, piece, parts)
+                node = prefixes.insert(node, piece, copies(start, done)) if there is None else there
+            start = done
+            yield done
+            if further := known(node):
+                break  # meanwhile, somebody else has read on
+        else:
+            return
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ class Service:
     def __init__(self, engine: Engine, *, queue_limit: int = 256, prefix_cache_bytes: int = PREFIX_BYTES) -> None:
         require_int("queue_limit", queue_limit, low=0)
         self._prefixes = PrefixCache(prefix_cache_bytes) if engine.prefixes is None else engine.prefixes
-        engine.hold("service")
+        engine.hold("service to be closed")
         self._engine = engine
         budget = getattr(engine.target, "chunk", PREFILL_CHUNK)
         self._runner = engine.runner(Ways(engine.clock, budget=budget, prefixes=self._prefixes))
@@ -319,16 +319,16 @@ class Service:
     def _count(self, own: RequestStats, event: Event, now: float) -> None:
         total = self._stats
         if isinstance(event, Started):
-            own.started, own.cached_tokens = now, event.sequence.cached_tokens
+            own.started = now
             total.queued.add(now - own.submitted)
-            total.prompt_tokens += own.prompt_tokens
-            total.cached_tokens += own.cached_tokens
         elif isinstance(event, StepRecord):
             own.add(event)
             total.add(event)
             if own.last_step is None:
-                own.first_token = now
+                own.first_token, own.cached_tokens = now, event.sequence.cached_tokens
                 total.first_token.add(now - own.submitted)
+                total.prompt_tokens += own.prompt_tokens
+                total.cached_tokens += own.cached_tokens
             else:
                 total.between.add((now - own.last_step) / event.emitted, times=event.emitted)
             own.last_step = now

@@ -49,12 +49,13 @@ class PromptCache(Protocol):
 def read_prompt(
     decoder: Decoder, cache: PromptCache, slot: int, tokens: Seq[int], chunk: int, kept: Seq[Kept] = ()
 ) -> Iterator[tuple[int, Tensor]]:
-    """Empty the slot, put back what was kept of the first tokens, and read the others, a chunk at a time."""
-    cache.reset(slot)
-    start = kept[-1].stop if kept else 0
+    """Read tokens a chunk at a time behind those that are put back; see `ResumableTarget.resume`."""
+    if not kept or kept[0].start == 0:
+        cache.reset(slot)
     if kept:
         resume_layers(cache.layers, slot, kept)
-        cache.extend(slot, start)
+        cache.extend(slot, kept[-1].stop - kept[0].start)
+    start = kept[-1].stop if kept else 0
     for position in range(start, len(tokens), chunk):
         yield position, decoder.prefill(tokens[position : position + chunk], cache, slot)
 
