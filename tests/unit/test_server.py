@@ -87,7 +87,7 @@ def test_metrics_and_stats(live: Live) -> None:
     assert "surefoot_time_to_first_token_seconds_bucket" in text
     stats = httpx.get(f"{live.url}/stats").json()
     assert stats["slots"] == 4
-    assert stats["running"] == stats["queue"] == 0
+    assert stats["running"] == stats["queued"] == 0
     assert 0 <= stats["accepted"] <= stats["drafted"]
     assert all(0 <= share <= 1 for share in stats["acceptance_by_position"])
     assert stats["tokens_per_second"] > 0
@@ -182,7 +182,7 @@ def test_several_prompts(live: Live) -> None:
 
 def test_structured_output(client: openai.OpenAI, live: Live) -> None:
     pytest.importorskip("llguidance")
-    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    form: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}}
     got = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, extra_body=form)
     assert got.choices[0].message.content in ("yes", "no")
     assert got.choices[0].finish_reason == "stop"

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -80,9 +80,17 @@ def create_app(engine: Engine, settings: Settings) -> FastAPI:
     _handle_errors(app)
     _add_information(app, engine, backend)
     _add_answers(app, backend)
-    if PAGE.is_dir():
-        app.mount("/", StaticFiles(directory=PAGE, html=True))  # last: it takes all paths
+    _add_page(app)
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The chat page."""
+        return FileResponse(PAGE / "index.html")
+
+    app.mount("/static", StaticFiles(directory=PAGE, check_dir=False))
 
 
 def _add_information(app: FastAPI, engine: Engine, backend: Backend) -> None:
@@ -185,9 +193,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        nowhere = isinstance(request.scope.get("endpoint"), StaticFiles)  # where the page would be, POST finds nothing
-        status, detail = (404, "Not Found") if nowhere else (error.status_code, error.detail)
-        return ApiError(status, f"{request.url.path}: {detail}").response(request.url.path)
+        return ApiError(error.status_code, f"{request.url.path}: {error.detail}").response(request.url.path)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

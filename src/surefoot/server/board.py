@@ -121,7 +121,7 @@ class Board:
         return {
             "slots": stats.slots,
             "running": stats.running,
-            "queue": stats.waiting,
+            "queued": stats.waiting,
             "queue_limit": stats.queue_limit,
             "tokens_per_second": round(sum(tokens for _, tokens in self._recent) / WINDOW_S, 2),
             "tokens": stats.tokens,
@@ -130,6 +130,8 @@ class Board:
             "drafted": stats.proposed,
             "accepted": stats.accepted,
             "acceptance_rate": round(stats.acceptance_rate, 4),
+            "proposed_by_position": stats.proposed_by_position,
+            "accepted_by_position": stats.accepted_by_position,
             "acceptance_by_position": [round(kept / judged, 4) if judged else 0.0 for kept, judged in rates],
             "uptime_s": round(time.monotonic() - self._started, 1),
         }
