@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import anthropic
@@ -16,10 +17,13 @@ import openai
 import pytest
 
 from surefoot import Engine, SamplingParams
-from surefoot.sequence import TokenLogprobs
+from surefoot.drafters.none import NoDrafter
+from surefoot.errors import NumericalError
+from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.server.blocks import Blocks
 from surefoot.server.parsing import Delta, ToolPiece
 from surefoot.server.tokens import chat_logprobs
+from surefoot.types import Draft
 from tests.server import MODEL, Live, serving
 
 PROMPT = "def fibonacci(n):\n    "
@@ -210,7 +214,7 @@ def test_case_3_usage_is_what_came(live: Live) -> None:
 
 def test_case_5_stop_strings_across_tokens(live: Live) -> None:
     text = complete(live, max_tokens=60)["choices"][0]["text"]
-    for start in range(0, 40, 3):
+    for start in range(0, 40, 9):
         stop = text[start : start + 7]
         body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": [stop, stop + "never"]}
         streamed = events(live, "/v1/completions", body)
@@ -333,6 +337,9 @@ def test_responses(client: openai.OpenAI) -> None:
         ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs: expected with logprobs"),
         ("chat/completions", {"messages": MESSAGES, "thinking_budget": 3}, 400, "thinking_budget: expected"),
         ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "expected none of"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "expected none of"),
+        ("completions", {"prompt": "x", "stop": ["x"] * 100}, 400, "stop: expected"),
         ("messages", {"messages": MESSAGES}, 400, "max_tokens: expected a value"),
         ("messages", {"messages": MESSAGES, "max_tokens": 5, "model": "claude"}, 404, "model: expected"),
         ("responses", {"input": []}, 400, "input: expected at least one item"),
@@ -376,7 +383,7 @@ def test_fuzzed_bodies(live: Live) -> None:
     for path, name in paths.items():
         base: dict[str, Any] = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
         base = {"input": "x", "max_output_tokens": 3} if path == "responses" else base | {"max_tokens": 3}
-        for _ in range(25):
+        for _ in range(20):
             fields = dice.sample(sorted(schema[name]["properties"]), dice.choice([1, 1, 2]))
             body = base | {field: dice.choice(values) for field in fields if field not in ("stream", "max_tokens")}
             answer = post(live, f"/v1/{path}", body)
@@ -401,6 +408,37 @@ def test_slow_client_holds_up_nobody(live: Live, plain: Engine) -> None:
         expected = plain.generate(PROMPT, SamplingParams(max_new_tokens=24)).text
         assert complete(live)["choices"][0]["text"] == expected
     assert live.wait_idle()
+
+
+# ---------------------------------------------------------------- requests that fail
+
+
+class Failing(NoDrafter):
+    """Fails for prompts that begin with one token."""
+
+    name = "failing"
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+        if any(sequence.tokens[0] == self.token and len(sequence.output) >= 3 for sequence in sequences):
+            raise NumericalError("logits: expected numbers, found NaN")
+        return super().propose(sequences, depths)
+
+
+def test_failing_request_ends_alone() -> None:
+    with serving(engine(drafter=Failing(7), slots=2, max_len=128)) as live:
+        bad = {"prompt": [7, 8], "max_tokens": 20, "ignore_eos": True}
+        answer = post(live, "/v1/completions", bad)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "found NaN" in answer.json()["error"]["message"]
+        streamed = events(live, "/v1/completions", bad)
+        assert len(streamed) > 3
+        assert "found NaN" in streamed[-1]["error"]["message"]
+        assert complete(live)["usage"]["completion_tokens"] == 24
+        assert live.wait_idle()
 
 
 # ---------------------------------------------------------------- limits, keys, the end

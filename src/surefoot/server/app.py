@@ -178,8 +178,11 @@ class Form(Protocol):
 async def _answer(form: Form, stream: bool | None, request: Request) -> Response:
     """The answer, whole or as a stream; a client that goes ends it."""
     if stream:
-        return EventStream(form.stream())
-    wholes = await unless_gone(request, form.run.whole())
+        return EventStream(form.stream(), form.run.close)
+    try:
+        wholes = await unless_gone(request, form.run.whole())
+    finally:
+        form.run.close()
     return Response(status_code=CLIENT_GONE) if wholes is None else JSONResponse(form.answer(wholes))
 
 

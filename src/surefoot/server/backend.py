@@ -58,7 +58,7 @@ class Whole:
 
 @dataclass
 class Run:
-    """A request that was let in."""
+    """A request that was let in. Whoever has one closes it."""
 
     id: str
     created: int
@@ -68,25 +68,25 @@ class Run:
     choices: list[Choice]
     board: Board
 
+    def __post_init__(self) -> None:
+        self._left = dict.fromkeys(range(len(self.choices)))
+
     async def updates(self) -> AsyncGenerator[Update, None]:
-        """Everything, as it comes; closing it early cancels the request."""
-        left = dict.fromkeys(range(len(self.choices)))
-        outcome = "cancelled"
-        try:
-            async with aclosing(follow(self.choices)) as events:
-                async for _, record, update in events:
-                    if record is not None:
-                        self.board.emitted(record.emitted)
-                    yield update
-                    if update.finish is not None:
-                        del left[update.index]
-                        self._ended(update.index, update.finish.reason)
-        except Exception:
-            outcome = "error"
-            raise
-        finally:
-            for index in left:
-                self._ended(index, outcome)
+        """Everything, as it comes."""
+        async with aclosing(follow(self.choices)) as events:
+            async for choice, record, update in events:
+                if record is not None:
+                    self.board.emitted(record.emitted)
+                elif update.finish is not None:
+                    self._ended(choice.index, update.finish.reason)
+                yield update
+
+    def close(self) -> None:
+        """Cancel what still runs, and say how that ended; to be called whatever happens."""
+        for index in list(self._left):
+            ticket = self.choices[index].ticket
+            ticket.cancel()
+            self._ended(index, "cancelled" if ticket.error is None else "error")
 
     async def whole(self) -> list[Whole]:
         """The whole answer, choice by choice."""
@@ -97,6 +97,7 @@ class Run:
         return answers
 
     def _ended(self, index: int, outcome: str) -> None:
+        del self._left[index]
         self.board.ended(self.path, self.model, self.id, self.choices[index], outcome)
 
     @property

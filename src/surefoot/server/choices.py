@@ -125,8 +125,8 @@ def origins(record: StepRecord) -> list[str]:
 
 
 async def follow(choices: Seq[Choice]) -> AsyncGenerator[tuple[Choice, StepRecord | None, Update], None]:
-    """Every event of the choices as it comes: its step (None at a choice's end) and what that brought. Closing the
-    iterator early cancels what still runs."""
+    """Every event of the choices as it comes: its step (None at a choice's end) and what that brought. Raises the
+    error of a choice that ends by one."""
     loop = asyncio.get_running_loop()
     events: asyncio.Queue[tuple[Choice, TicketEvent]] = asyncio.Queue()
 
@@ -136,17 +136,13 @@ async def follow(choices: Seq[Choice]) -> AsyncGenerator[tuple[Choice, StepRecor
 
         choice.ticket.on_event(post)
 
+    for choice in choices:
+        listen(choice)
     left = len(choices)
-    try:
-        for choice in choices:
-            listen(choice)
-        while left:
-            choice, event = await events.get()
-            if isinstance(event, StepRecord):
-                yield choice, event, choice.take(event)
-            else:
-                left -= 1
-                yield choice, None, choice.end()
-    finally:
-        for choice in choices:
-            choice.ticket.cancel()
+    while left:
+        choice, event = await events.get()
+        if isinstance(event, StepRecord):
+            yield choice, event, choice.take(event)
+        else:
+            left -= 1
+            yield choice, None, choice.end()

@@ -47,7 +47,7 @@ class Messages:
                                               "parameters": tool.input_schema}}
             for tool in request.tools or ()
         ]  # fmt: skip
-        prompt, parser = backend.reader.chat(messages, None if off else tools, **template)
+        prompt, parser = backend.reader.chat(messages, None if off else tools, template)
         given = params.basics(request, request.max_tokens, room=0)
         if budget is not None:
             given["thinking_budget"] = budget

@@ -130,7 +130,7 @@ class Chat(Form):
         prompt, parser = backend.reader.chat(
             params.to_template(request.messages),
             None if request.tool_choice == "none" else tools,
-            **(request.chat_template_kwargs or {}),
+            request.chat_template_kwargs or {},
         )
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         sampling = params.sampling(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from surefoot.errors import InputError, shown
@@ -25,6 +26,7 @@ from surefoot.server.schema import (
 )
 
 SHRINKS = 4  # at most so many characters of a text become one when the tokenizer normalises it
+TAKEN = frozenset({"self", "messages", "tools"})  # of what a chat template is given
 JSON_OBJECT = StructuredOutput(json_schema={"type": "object"})
 
 
@@ -75,13 +77,17 @@ class Reader:
         )
 
     def chat(
-        self, messages: Seq[dict[str, Any]], tools: list[dict[str, Any]] | None, **template: Any
+        self,
+        messages: Seq[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[list[int], Callable[[], ChatParser]]:
-        """The tokens of a chat, up to where the answer begins, and what parses the answer. Raises TokenizerError for
-        what the template refuses."""
-        if tools:
-            template["tools"] = tools
-        text = self.tokenizer.apply_chat(messages, **template)
+        """The tokens of a chat, up to where the answer begins, and what parses the answer; `template` goes to the chat
+        template. Raises TokenizerError for what that refuses, InputError for names that are taken."""
+        if taken := template.keys() & TAKEN:
+            raise InputError(f"chat_template_kwargs: expected none of {sorted(TAKEN)}, found {sorted(taken)}")
+        given: dict[str, Any] = {**template, **({"tools": tools} if tools else {})}
+        text = self.tokenizer.apply_chat(messages, **given)
         thinking = text.rstrip().endswith(OPEN_THOUGHT)
 
         def parser() -> ChatParser:

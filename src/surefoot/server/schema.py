@@ -3,9 +3,11 @@ and mean nothing here."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+MOST_STOPS, MOST_WORDS = 64, 1024  # each is looked for at every token
 
 
 class Strict(BaseModel):
@@ -75,11 +77,11 @@ class Sampling(Drafting, Ignored):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -222,7 +224,7 @@ class MessagesRequest(Drafting):
     max_tokens: int
     system: str | list[Block] | None = None
     stream: bool | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -23,14 +23,14 @@ def event(body: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events as they come, and closes their source at once when the client goes."""
+    """Sends events as they come until the client goes; then, or at their end, calls `close`."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything. (ASGI)"""
@@ -42,7 +42,10 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await _unless_gone(receive, work())
+        try:
+            await _unless_gone(receive, work())
+        finally:
+            self._close()
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T | None:
