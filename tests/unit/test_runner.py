@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from surefoot.cache.prefix import PrefixCache
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.loop import StepRecord
-from surefoot.engine.runner import Ended, Event, HostRunner, Started, Ways, drain
+from surefoot.engine.runner import Ended, Event, HostRunner, SplitRunner, Started, Ways, drain
 from surefoot.errors import InputError, NumericalError
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
@@ -374,3 +374,40 @@ def test_close_says_nothing_and_frees_everything(runner: HostRunner) -> None:
     runner.close()
     assert not runner.busy
     assert runner.tick() == []
+
+
+def test_two_runners_as_one() -> None:
+    """Requests for more than a step of the device's own can do run elsewhere, beside the others."""
+    device, host = ChunkedTarget(slots=1), ChunkedTarget(slots=2)
+    built: list[HostRunner] = []
+
+    def build() -> HostRunner:
+        built.append(HostRunner(host, Laned(host), 2, Ways()))
+        return built[-1]
+
+    own = Laned(device)
+    runner = SplitRunner(HostRunner(device, own, 2, Ways()), build)
+    params = [SamplingParams(max_new_tokens=9, logprobs=1 if i % 2 else None, seed=i) for i in range(6)]
+    sequences = [sequence_of([1, 2, i % VOCAB], own) for i, own in enumerate(params)]
+    runner.add(sequences[0], own)
+    assert not built
+    for sequence in sequences[1:]:
+        runner.add(sequence, own)
+    assert len(built) == 1
+    runner.cancel(sequences[5])
+    ended = [event.sequence for event in runner.tick() if isinstance(event, Ended)]
+    assert sequences[5] in ended
+    assert runner.running <= 3
+    while runner.busy:
+        runner.tick()
+    for sequence, own_params in zip(sequences[:5], params, strict=False):
+        assert sequence.output == solo(sequence.tokens[:3], own_params)
+    for sequence in (again := [sequence_of([1, 2], own_params) for own_params in params[:2]]):
+        runner.add(sequence)
+    runner.tick()
+    assert {event.sequence for event in runner.fail(RuntimeError("?"))} >= {s for s in again if s.error is not None}
+    runner.add(sequence_of([1, 2], params[0]))
+    runner.close()
+    assert not runner.busy
+    assert not device.committed
+    assert not host.committed
