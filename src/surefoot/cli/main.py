@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import BenchOptions, Options, takes
+from surefoot.cli.options import BenchOptions, Options, ServeOptions, takes
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -85,6 +85,16 @@ def bench(options: BenchOptions) -> None:
         from surefoot.cli import bench as command
 
         command.bench(options)
+
+
+@app.command()
+@takes(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve a model over HTTP, in the forms of OpenAI's and Anthropic's APIs."""
+    with _one_line_errors():
+        from surefoot.cli import serve as command
+
+        command.serve(options)
 
 
 def run() -> None:

@@ -20,24 +20,14 @@ def _option(*names: str, help: str, panel: str) -> Any:
 
 
 PROMPT, MODEL, DRAFT, SAMPLE, OUTPUT = "Prompt", "Model", "Drafting", "Sampling", "Output"
-MEASURE = "Measuring"
+MEASURE, SERVE = "Measuring", "Serving"
 DRAFT_VOCAB = "Draft with the MTP head among so many frequent tokens, or those of a file (a JSON list of ids)."
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user asked for, as given. Values are checked by what uses them, before the model is loaded if it can."""
+class ModelOptions:
+    """Which model to load, and how it drafts. Values are checked by what uses them."""
 
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
-    ] = None
-    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
-    token_ids: Annotated[
-        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
-    ] = None
-    chat: Annotated[
-        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
-    ] = False
     model: Annotated[
         str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
     ] = "surefoot-demo"
@@ -59,6 +49,22 @@ class Options:
         str | None, _option("--draft-model", help="A second, smaller model to draft with.", panel=DRAFT)
     ] = None
     draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
+
+
+@dataclass(frozen=True)
+class Options(ModelOptions):
+    """What the user asked for, as given. Values are checked by what uses them, before the model is loaded if it can."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+    ] = None
+    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
+    token_ids: Annotated[
+        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
+    ] = None
+    chat: Annotated[
+        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
+    ] = False
     acceptance: Annotated[
         str, _option("--acceptance", help="Above temperature 0: coupled (same tokens) or rejection.", panel=DRAFT)
     ] = "coupled"
@@ -146,6 +152,27 @@ def _biases(text: str) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
+class ServeOptions(ModelOptions):
+    """What to serve and to whom, as given."""
+
+    host: Annotated[str, _option("--host", help="The address to listen at.", panel=SERVE)] = "127.0.0.1"
+    port: Annotated[int, _option("--port", "-p", help="The port; 0 takes a free one.", panel=SERVE)] = 8000
+    slots: Annotated[int, _option("--slots", help="Requests that run at once; others wait.", panel=SERVE)] = 8
+    queue_limit: Annotated[int, _option("--queue-limit", help="Requests that may wait.", panel=SERVE)] = 256
+    name: Annotated[
+        str | None, _option("--name", help="The model's name for clients.  [default: --model]", panel=SERVE)
+    ] = None
+    api_key: Annotated[
+        list[str] | None, _option("--api-key", help="A key that clients must send; several may be given.", panel=SERVE)
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None, _option("--cors-origin", help="A site whose pages may call; several may be given.",
+                                  panel=SERVE)
+    ] = None  # fmt: skip
+    max_body: Annotated[int, _option("--max-body", help="Most bytes of a request.", panel=SERVE)] = 16 * 2**20
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """What a benchmark was asked for, as given; lists are comma-separated. `surefoot.bench.settings` checks it."""
 
@@ -202,7 +229,9 @@ def number_or_file(text: str | None) -> int | str | None:
         return text
 
 
-def takes(kind: type[Options] | type[BenchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    kind: type[Options] | type[BenchOptions] | type[ServeOptions],
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""
     hints = get_type_hints(kind, include_extras=True)

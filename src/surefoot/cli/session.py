@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from surefoot.cli.options import Options, number_or_file
+from surefoot.cli.options import ModelOptions, Options, number_or_file
 from surefoot.cli.progress import LateBar
 from surefoot.cli.prompt import read_prompt
 from surefoot.engine.engine import Engine
@@ -39,23 +39,7 @@ class Session:
         prompt = read_prompt(options)
         if options.chat and not isinstance(prompt, str):
             raise InputError("--chat: expected a text prompt, found token ids")
-        drafter = "draft-model" if options.drafter == "auto" and options.draft_model is not None else options.drafter
-        second = "recording the step" if options.draft_model is None else "loading the draft model"
-        with LateBar("loading", second) as bar:
-            engine = Engine.from_pretrained(
-                options.model,
-                device=options.device,
-                dtype=options.dtype,
-                weights=options.weights,
-                drafter=drafter,
-                draft_length=options.draft_length,
-                max_len=options.max_len,
-                draft_model=options.draft_model,
-                draft_vocab=number_or_file(options.draft_vocab),
-                progress=bar,
-            )
-        for note in engine.notes:
-            print(f"note: {note}", file=sys.stderr)
+        engine = load_engine(options)
         return cls(options, engine, _encode(engine, prompt, options.chat), params)
 
     def settings(self) -> dict[str, Any]:
@@ -149,6 +133,29 @@ def stats_dict(stats: Stats) -> dict[str, Any]:
     """Counts, seconds, and the rates that follow from them."""
     rates = ("proposed", "accepted", "acceptance_rate", "tokens_per_step", "tokens_per_second")
     return asdict(stats) | {name: getattr(stats, name) for name in rates}
+
+
+def load_engine(options: ModelOptions, slots: int = 1) -> Engine:
+    """The engine that the options ask for; notes go to standard error."""
+    drafter = "draft-model" if options.drafter == "auto" and options.draft_model is not None else options.drafter
+    second = "recording the step" if options.draft_model is None else "loading the draft model"
+    with LateBar("loading", second) as bar:
+        engine = Engine.from_pretrained(
+            options.model,
+            device=options.device,
+            dtype=options.dtype,
+            weights=options.weights,
+            drafter=drafter,
+            draft_length=options.draft_length,
+            slots=slots,
+            max_len=options.max_len,
+            draft_model=options.draft_model,
+            draft_vocab=number_or_file(options.draft_vocab),
+            progress=bar,
+        )
+    for note in engine.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return engine
 
 
 def _encode(engine: Engine, prompt: str | list[int], chat: bool) -> list[int]:

@@ -1,0 +1,50 @@
+"""`surefoot serve`: a model over HTTP until it is told to stop."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from surefoot.cli.options import ServeOptions
+from surefoot.cli.session import load_engine
+from surefoot.errors import InputError
+from surefoot.sampling import require_int
+
+MOST_PORT = 65535
+
+
+def serve(options: ServeOptions) -> None:
+    """Load the model and answer requests. On SIGTERM or ctrl-C, those that run are finished first."""
+    require_int("--port", options.port, low=0, high=MOST_PORT)
+    require_int("--queue-limit", options.queue_limit, low=0)
+    require_int("--max-body", options.max_body, low=1)
+    listening = _listen(options.host, options.port)  # a port that is taken is known before the model is loaded
+    with listening:
+        engine = load_engine(options, options.slots)
+        import uvicorn
+
+        from surefoot.server.app import Settings, create_app
+        from surefoot.server.board import log_to_stderr
+
+        settings = Settings(
+            options.name or options.model,
+            api_keys=options.api_key or (),
+            cors_origins=options.cors_origin or (),
+            queue_limit=options.queue_limit,
+            max_body=options.max_body,
+        )
+        app = create_app(engine, settings)
+        log_to_stderr()
+        host, port = listening.getsockname()[:2]
+        address = f"[{host}]" if ":" in host else host
+        print(f"serving {settings.model} at http://{address}:{port}", file=sys.stderr, flush=True)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        server.run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise InputError(f"--host, --port: expected a free address, found {host}:{port}: {error}") from error

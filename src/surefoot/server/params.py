@@ -1,0 +1,240 @@
+"""From a request's fields to what the engine takes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import uuid
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+from surefoot.errors import InputError, shown
+from surefoot.loading.tokenizer import Tokenizer
+from surefoot.sampling import MAX_SEED, SamplingParams, StructuredOutput
+from surefoot.server.parsing import OPEN_THOUGHT, ChatParser, schemas_of
+from surefoot.server.schema import (
+    ChatMessage,
+    Drafting,
+    ResponseFormat,
+    Sampling,
+    StructuredOutputs,
+    TextFormat,
+)
+
+SHRINKS = 4  # at most so many characters of a text become one when the tokenizer normalises it
+TAKEN = frozenset({"self", "messages", "tools"})  # of what a chat template is given
+JSON_OBJECT = StructuredOutput(json_schema={"type": "object"})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine is asked for: `params` for each of the prompts, and how to draft."""
+
+    prompts: tuple[list[int], ...]
+    params: SamplingParams
+    drafter: str | None = None
+    draft_length: int | None = None
+    parser: Callable[[], ChatParser] | None = None  # of answers to chats
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Turns texts into tokens, for requests of at most `max_len` tokens."""
+
+    tokenizer: Tokenizer
+    max_len: int
+
+    @cached_property
+    def longest(self) -> int:
+        """The characters of the longest token, at least as many as its bytes."""
+        return max(map(len, self.tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt. A text that cannot fit is refused before it is read. Raises InputError."""
+        most = self.max_len * self.longest * SHRINKS
+        if len(text) > most:
+            raise InputError(f"prompt: expected at most {self.max_len} tokens (max_len), "
+                             f"found {len(text)} characters, more than they can hold")  # fmt: skip
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except InputError as error:
+            raise InputError(str(error).replace("text:", "prompt:", 1)) from error
+
+    def prompts(self, value: str | list[str] | list[int] | list[list[int]]) -> tuple[list[int], ...]:
+        """The prompts of a completion. Raises InputError."""
+        if isinstance(value, str):
+            return (self.encode(value),)
+        if not value:
+            raise InputError("prompt: expected a text or token ids, found an empty list")
+        if isinstance(value[0], int):
+            return ([int(token) for token in value if isinstance(token, int)],)
+        return tuple(
+            self.encode(one) if isinstance(one, str) else list(one) for one in value if not isinstance(one, int)
+        )
+
+    def chat(
+        self,
+        messages: Seq[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[list[int], Callable[[], ChatParser]]:
+        """The tokens of a chat, up to where the answer begins, and what parses the answer; `template` goes to the chat
+        template. Raises TokenizerError for what that refuses, InputError for names that are taken."""
+        if taken := template.keys() & TAKEN:
+            raise InputError(f"chat_template_kwargs: expected none of {sorted(TAKEN)}, found {sorted(taken)}")
+        given: dict[str, Any] = {**template, **({"tools": tools} if tools else {})}
+        text = self.tokenizer.apply_chat(messages, **given)
+        thinking = text.rstrip().endswith(OPEN_THOUGHT)
+
+        def parser() -> ChatParser:
+            return ChatParser(thinking, bool(tools), schemas_of(tools or ()), f"call_{uuid.uuid4().hex}")
+
+        return self.encode(text, add_special_tokens=False), parser
+
+    def words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+        """Tokens of words that must not come: each at the beginning of a text, and behind a space."""
+        found: dict[tuple[int, ...], None] = {}
+        for index, word in enumerate(words):
+            if not word.strip():
+                raise InputError(f"bad_words[{index}]: expected a word, found {shown(word)}")
+            for form in (word, " " + word.lstrip()):
+                found[tuple(self.encode(form, add_special_tokens=False))] = None
+        return tuple(found)
+
+
+def to_template(messages: Seq[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: content as text, arguments as objects."""
+    return [_message(message) for message in messages]
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    content = message.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": "function",
+             "function": {"name": call.function.name, "arguments": read_arguments(call.function.arguments)}}
+            for call in message.tool_calls
+        ]  # fmt: skip
+    return plain
+
+
+def read_arguments(text: str) -> Any:
+    """A call's arguments as chat templates read them. Raises InputError for what is no JSON."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"messages.tool_calls.arguments: expected JSON, found {shown(text, 100)}") from error
+
+
+def chosen_drafting(request: Drafting) -> dict[str, Any]:
+    """What a request says of drafting, for `Job`."""
+    return {"drafter": request.drafter, "draft_length": request.draft_length}
+
+
+def drafting_params(request: Drafting) -> dict[str, Any]:
+    """What it says of drafting, for `SamplingParams`."""
+    return _given(acceptance=request.acceptance, thinking_budget=request.thinking_budget)
+
+
+def basics(request: Any, max_tokens: int | None, room: int) -> dict[str, Any]:
+    """What every form has. Sampling is by OpenAI's defaults: temperature 1, and a seed drawn for each request.
+
+    A prompt that leaves no room is refused by the engine, which knows why."""
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    if not -(2**63) <= seed <= MAX_SEED:
+        raise InputError(f"seed: expected an integer of 64 bits, found {shown(seed)}")
+    return _given(
+        max_new_tokens=max(1, room) if max_tokens is None else max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=request.top_p,
+        top_k=None if request.top_k == -1 else request.top_k,  # vLLM's word for off
+        seed=seed % (MAX_SEED + 1),
+        **drafting_params(request),
+    )
+
+
+def sampling(
+    request: Sampling,
+    reader: Reader,
+    *,
+    max_tokens: int | None,
+    room: int,
+    logprobs: int | None,
+    response_format: ResponseFormat | None,
+) -> SamplingParams:
+    """The parameters of a chat or a completion. Raises InputError for what cannot be."""
+    stop = (request.stop,) if isinstance(request.stop, str) else request.stop
+    bias = None if request.logit_bias is None else {_token(key): value for key, value in request.logit_bias.items()}
+    given = basics(request, max_tokens, room) | _given(
+        min_p=request.min_p,
+        typical_p=request.typical_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        min_new_tokens=request.min_tokens,
+        stop=None if stop is None else tuple(stop),
+        stop_token_ids=None if request.stop_token_ids is None else tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logit_bias=bias,
+        bad_words_ids=None if request.bad_words is None else reader.words(request.bad_words),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+        logprobs=logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        n=request.n,
+        structured=structured(request.structured_outputs, response_format),
+    )
+    return SamplingParams(**given)
+
+
+def structured(outputs: StructuredOutputs | None, wanted: ResponseFormat | None) -> StructuredOutput | None:
+    """What the text must be, by either field. Raises InputError if both say so."""
+    shaped = None if wanted is None else formatted(wanted)
+    if outputs is None:
+        return shaped
+    if shaped is not None:
+        raise InputError("structured_outputs: expected this or response_format, found both")
+    choice = None if outputs.choice is None else tuple(outputs.choice)
+    return StructuredOutput(json_schema=outputs.json_, regex=outputs.regex, choice=choice, grammar=outputs.grammar)
+
+
+def formatted(wanted: ResponseFormat | TextFormat) -> StructuredOutput | None:
+    """What a format asks for. Raises InputError for a schema that is missing."""
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return JSON_OBJECT
+    shape = wanted if isinstance(wanted, TextFormat) else wanted.json_schema
+    schema = None if shape is None else shape.schema_
+    if schema is None:
+        raise InputError("response_format: expected a json_schema with a schema, found none")
+    return StructuredOutput(json_schema=schema)
+
+
+def each_choice(job: Job) -> list[tuple[list[int], SamplingParams]]:
+    """Prompt and parameters of every choice: those of the first prompt, then those of the next."""
+    return [(prompt, params) for prompt in job.prompts for params in job.params.choices()]
+
+
+def with_prompt_logprobs(params: SamplingParams, count: int | None) -> SamplingParams:
+    """The parameters with log-probabilities of the prompt, unless they ask for those already."""
+    return params if params.prompt_logprobs is not None else replace(params, prompt_logprobs=count)
+
+
+def _token(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise InputError(f"logit_bias: expected token ids, found {shown(key, 100)}") from None
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

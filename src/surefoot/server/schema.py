@@ -1,0 +1,293 @@
+"""What requests may hold. Unknown fields are refused, so that none is dropped in silence; those in `Ignored` are known
+and mean nothing here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_STOPS, MOST_WORDS = 64, 1024  # each is looked for at every token
+
+
+class Strict(BaseModel):
+    """Values of the right type only, and no other fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Lenient(BaseModel):
+    """Values of the right type; other fields are passed over (clients send back what they got from others)."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Ignored(Strict):
+    """Fields of OpenAI's that say nothing to a server of one model on one's own machine."""
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Drafting(Strict):
+    """Surefoot's own fields."""
+
+    drafter: str | None = None
+    draft_length: int | None = None
+    acceptance: Literal["coupled", "rejection"] | None = None
+    thinking_budget: int | None = None
+
+
+class StreamOptions(Strict):
+    """What a stream has besides."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Sampling(Drafting, Ignored):
+    """OpenAI's parameters and vLLM's further ones, for chats and completions alike."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class SchemaFormat(Lenient):
+    """The `json_schema` of a response format."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Lenient):
+    """What an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class Part(Lenient):
+    """A part of a message's content. Only text is understood."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Lenient):
+    """The function of a tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Lenient):
+    """A call that the assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Lenient):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Lenient):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Lenient):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions. A prompt is text or token ids, or a list of those."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: None = None
+    suffix: None = None
+    response_format: ResponseFormat | None = None
+
+
+class Block(Lenient):
+    """A block of Anthropic's messages."""
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+
+
+class AnthropicMessage(Lenient):
+    """One message of Anthropic's form."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Lenient):
+    """A tool of Anthropic's form."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class Thinking(Lenient):
+    """Whether to think, and for how many tokens."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+
+
+class AnthropicChoice(Lenient):
+    """Which tools to call."""
+
+    type: Literal["auto", "none"]
+
+
+class MessagesRequest(Drafting):
+    """POST /v1/messages."""
+
+    model: str | None = None
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    max_tokens: int
+    system: str | list[Block] | None = None
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+class Item(Lenient):
+    """An item of the input of /v1/responses: a message, a call, or what a call gave."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+
+
+class TextFormat(Lenient):
+    """The format of /v1/responses' text."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextOptions(Lenient):
+    """How the text should be."""
+
+    format: TextFormat | None = None
+
+
+class FlatTool(Lenient):
+    """A tool of /v1/responses."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ResponsesRequest(Drafting, Ignored):
+    """POST /v1/responses. Nothing is kept between requests."""
+
+    model: str | None = None
+    input: str | list[Item]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    text: TextOptions | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: list[str] | None = None
+    reasoning: dict[str, Any] | None = None

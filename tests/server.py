@@ -1,0 +1,66 @@
+"""A live server on a free port, for tests that speak to it as clients do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from surefoot.engine import Engine
+from surefoot.engine.service import Service
+from surefoot.server.app import Settings, create_app
+
+MODEL = "surefoot-demo"
+
+
+@dataclass(frozen=True)
+class Live:
+    """Where it is, and what is inside."""
+
+    url: str
+    app: FastAPI
+    server: uvicorn.Server
+
+    @property
+    def service(self) -> Service:
+        service = self.app.state.service
+        assert isinstance(service, Service)
+        return service
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def wait_idle(self, seconds: float = 10.0) -> bool:
+        """Whether every slot is free and nothing waits, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            stats = self.service.stats()
+            if stats.running == stats.waiting == 0:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@contextmanager
+def serving(engine: Engine, **settings: Any) -> Iterator[Live]:
+    app = create_app(engine, Settings(MODEL, **settings))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Live(f"http://127.0.0.1:{port}", app, server)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()

@@ -1,0 +1,530 @@
+"""The HTTP server, spoken to by the stock clients and by worse ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import anthropic
+import httpx2 as httpx
+import openai
+import pytest
+
+from surefoot import Engine, SamplingParams
+from surefoot.drafters.none import NoDrafter
+from surefoot.errors import NumericalError
+from surefoot.sequence import Sequence, TokenLogprobs
+from surefoot.server.blocks import Blocks
+from surefoot.server.parsing import Delta, ToolPiece
+from surefoot.server.tokens import chat_logprobs
+from surefoot.types import Draft
+from tests.server import MODEL, Live, serving
+
+PROMPT = "def fibonacci(n):\n    "
+MESSAGES: list[Any] = [{"role": "user", "content": "def add(a, b):"}]
+
+
+def engine(**wanted: Any) -> Engine:
+    return Engine.from_pretrained(MODEL, **{"drafter": "mtp", "slots": 4, "max_len": 1024, **wanted})
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with serving(engine()) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    return engine(drafter="none", draft_length=0, slots=1)
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def post(live: Live, path: str, body: Any, **kwargs: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | kwargs.pop("headers", {})
+    return httpx.post(live.url + path, content=content, headers=headers, timeout=60, **kwargs)
+
+
+def complete(live: Live, **fields: Any) -> dict[str, Any]:
+    answer = post(live, "/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "temperature": 0} | fields)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def events(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream; every chunk that comes is whole UTF-8."""
+    found = []
+    with httpx.stream("POST", live.url + path, json=body | {"stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200
+        for chunk in answer.iter_raw():
+            for line in chunk.decode().splitlines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    found.append(json.loads(line.removeprefix("data: ")))
+    return found
+
+
+# ---------------------------------------------------------------- information
+
+
+def test_models_and_health(live: Live, client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
+
+
+def test_metrics_and_stats(live: Live) -> None:
+    complete(live)
+    text = httpx.get(f"{live.url}/metrics").text
+    assert 'surefoot_http_answers_total{path="/v1/completions",status="200"}' in text
+    assert "surefoot_time_to_first_token_seconds_bucket" in text
+    stats = httpx.get(f"{live.url}/stats").json()
+    assert stats["slots"] == 4
+    assert stats["running"] == stats["queued"] == 0
+    assert 0 <= stats["accepted"] <= stats["drafted"]
+    assert all(0 <= share <= 1 for share in stats["acceptance_by_position"])
+    assert stats["tokens_per_second"] > 0
+
+
+# ---------------------------------------------------------------- OpenAI's client
+
+
+def test_completion_is_plain_decoding(client: openai.OpenAI, plain: Engine) -> None:
+    expected = plain.generate(PROMPT, SamplingParams(max_new_tokens=24))
+    got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0)
+    assert got.choices[0].text == expected.text
+    assert got.choices[0].finish_reason == "length"
+    assert got.usage is not None
+    assert got.usage.completion_tokens == 24
+
+
+def test_sampled_completion_is_plain_decoding(client: openai.OpenAI, plain: Engine) -> None:
+    wanted = SamplingParams(max_new_tokens=24, temperature=0.9, top_k=40, min_p=0.02, repetition_penalty=1.2, seed=5)
+    got = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=0.9, seed=5,
+                                    extra_body={"top_k": 40, "min_p": 0.02, "repetition_penalty": 1.2})  # fmt: skip
+    assert got.choices[0].text == plain.generate(PROMPT, wanted).text
+
+
+def test_stream_says_what_the_whole_says(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 40, "temperature": 0.8,
+                             "seed": 3, "n": 2, "extra_body": {"ignore_eos": True}}  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    texts, finish, usage = ["", ""], ["", ""], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            finish[choice.index] = choice.finish_reason or finish[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finish == [choice.finish_reason for choice in whole.choices]
+    assert texts[0] != texts[1]
+    assert usage is not None
+    assert whole.usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == 80
+    assert usage.completion_tokens_details is not None
+    details = usage.completion_tokens_details.model_dump()
+    assert 0 < details["accepted_tokens"] <= details["drafted_tokens"]
+
+
+def test_origins_of_a_streams_pieces(live: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    pieces = [tuple(piece) for event in events(live, "/v1/completions", body) for piece in event["surefoot"]]
+    assert "".join(text for text, _ in pieces) == complete(live, max_tokens=40)["choices"][0]["text"]
+    assert {origin for _, origin in pieces} <= {"mtp", "bonus", "replaced", "plain"}
+    assert "mtp" in {origin for _, origin in pieces}
+    body |= {"drafter": "none"}
+    pieces = [tuple(piece) for event in events(live, "/v1/completions", body) for piece in event["surefoot"]]
+    assert {origin for _, origin in pieces} == {"plain"}
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True,
+                                          top_logprobs=3, extra_body={"ignore_eos": True})  # fmt: skip
+    assert chat.choices[0].logprobs is not None
+    entries = chat.choices[0].logprobs.content
+    assert entries is not None
+    assert len(entries) == 6
+    for entry in entries:
+        assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
+        assert len(entry.top_logprobs) == 3
+    text = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2, echo=True)
+    scores = text.choices[0].logprobs
+    assert scores is not None
+    assert scores.tokens is not None
+    assert scores.token_logprobs is not None
+    assert "".join(scores.tokens) == text.choices[0].text
+    assert text.choices[0].text.startswith(PROMPT)
+    assert scores.token_logprobs[0] is None
+    assert all(score is not None and score <= 0 for score in scores.token_logprobs[1:])
+
+
+def test_bytes_of_half_a_character(plain: Engine) -> None:
+    tokenizer = plain.tokenizer
+    assert tokenizer is not None
+    tokens = tokenizer.encode("é∂漢")
+    entries = chat_logprobs([TokenLogprobs(token, -1.0) for token in tokens], tokenizer)
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "é∂漢"
+
+
+def test_several_prompts(live: Live) -> None:
+    both = complete(live, prompt=[PROMPT, "import "], n=2, temperature=1.0, seed=7)
+    assert [choice["index"] for choice in both["choices"]] == [0, 1, 2, 3]
+    second = complete(live, prompt="import ", n=2, temperature=1.0, seed=7)
+    assert [c["text"] for c in both["choices"][2:]] == [c["text"] for c in second["choices"]]
+
+
+def test_structured_output(client: openai.OpenAI, live: Live) -> None:
+    pytest.importorskip("llguidance")
+    form: dict[str, Any] = {"structured_outputs": {"choice": ["yes", "no"]}}
+    got = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, extra_body=form)
+    assert got.choices[0].message.content in ("yes", "no")
+    assert got.choices[0].finish_reason == "stop"
+    form = {"structured_outputs": {"regex": "[0-9]{3}"}}
+    assert complete(live, **form)["choices"][0]["text"].isdigit()
+
+
+def test_words_that_must_not_come(live: Live) -> None:
+    text = complete(live, temperature=0)["choices"][0]["text"]
+    assert " return" in text
+    assert "return" not in complete(live, bad_words=["return"])["choices"][0]["text"]
+
+
+# ---------------------------------------------------------------- public bug reports
+
+
+def test_case_3_usage_is_what_came(live: Live) -> None:
+    """The stop string is complete inside a draft: tokens behind it are neither shown nor counted."""
+    for stop in ("return", "fib", "\n", "(n"):
+        answer = complete(live, max_tokens=60, stop=stop, logprobs=0)
+        assert answer["usage"]["completion_tokens"] == len(answer["choices"][0]["logprobs"]["tokens"])
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["choices"][0]["stop_reason"] == stop
+
+
+def test_case_5_stop_strings_across_tokens(live: Live) -> None:
+    text = complete(live, max_tokens=60)["choices"][0]["text"]
+    for start in range(0, 40, 9):
+        stop = text[start : start + 7]
+        body = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "stop": [stop, stop + "never"]}
+        streamed = events(live, "/v1/completions", body)
+        assert "".join(event["choices"][0]["text"] for event in streamed) == text[: text.index(stop)]
+    never = complete(live, max_tokens=60, stop=text[-5:] + "never")
+    assert never["choices"][0]["text"] == text  # what was held back for the match is not lost
+
+
+def test_case_30_client_gone(live: Live) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+    for stream in (True, False):
+        raw = json.dumps(body | {"stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", live.port)) as line:
+            line.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw)
+            )
+            deadline = time.monotonic() + 10
+            while live.service.stats().running == 0:
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+        begun = live.service.stats().tokens
+        assert live.wait_idle(5)
+        assert live.service.stats().tokens - begun < 500
+        assert live.service.stats().ended["cancelled"] >= 1
+
+
+# ---------------------------------------------------------------- Anthropic's client
+
+
+def test_messages(live: Live, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 40,
+        "extra_body": {"seed": 4, "temperature": 0.8},
+    }
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0) as other:
+        whole = other.messages.create(**asked)
+        with other.messages.stream(**asked) as stream:
+            streamed = "".join(stream.text_stream)
+            final = stream.get_final_message()
+        asked["stop_sequences"] = [streamed[2:6]]
+        stopped = other.messages.create(**asked)
+    text = "".join(block.text for block in whole.content if block.type == "text")
+    assert text == streamed
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens > 0
+    same = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=40, temperature=0.8, seed=4)
+    assert same.choices[0].message.content == text
+    assert stopped.stop_reason == "stop_sequence"
+    assert stopped.stop_sequence == streamed[2:6]
+
+
+def test_blocks() -> None:
+    blocks = Blocks()
+    deltas = [Delta(reasoning="hm"), Delta(reasoning="m"), Delta(content="x"), Delta(tool=ToolPiece(0, "a", "f", "{")),
+              Delta(tool=ToolPiece(0, arguments="}")), Delta(tool=ToolPiece(1, "b", "g", "{}"))]  # fmt: skip
+    changes = [change for delta in deltas for change in blocks.add([delta])] + list(blocks.close())
+    assert [(block.kind, block.text, block.name) for block in blocks.all] == [
+        ("thinking", "hmm", ""), ("text", "x", ""), ("tool", "{}", "f"), ("tool", "{}", "g"),
+    ]  # fmt: skip
+    whats = [(change.what, change.block.index) for change in changes]
+    assert [pair for pair in whats if pair[0] != "grow"] == [(what, i) for i in range(4) for what in ("begin", "done")]
+
+
+# ---------------------------------------------------------------- /v1/responses
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": "def add(a, b):", "max_output_tokens": 40, "temperature": 0.8,
+                             "extra_body": {"seed": 4}}  # fmt: skip
+    whole = client.responses.create(**asked)
+    text, last = "", None
+    for event in client.responses.create(**asked, stream=True):
+        last = event
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert whole.output_text == text
+    assert last is not None
+    assert last.type == f"response.{whole.status}"
+    same = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=40, temperature=0.8, seed=4)
+    assert same.choices[0].message.content == text
+
+
+# ---------------------------------------------------------------- bad requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("completions", {"prompt": "x", "temperature": -1}, 400, "temperature: expected a number at least 0"),
+        ("completions", {"prompt": "x", "temperature": float("nan")}, 400, "temperature: expected"),
+        ("completions", {"prompt": "x", "top_k": 1.5}, 400, "top_k: expected a valid integer, found 1.5"),
+        ("completions", {"prompt": "x", "top_q": 1}, 400, "top_q: expected no such field"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens: expected an integer of at least 1"),
+        ("completions", {"prompt": "x", "seed": 2**70}, 400, "seed: expected"),
+        ("completions", {"prompt": "x", "stop": [""]}, 400, "stop[0]: expected"),
+        ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias: expected token ids"),
+        ("completions", {"prompt": "x", "n": 1000}, 400, "n: expected at most 128"),
+        ("completions", {"prompt": "x", "drafter": "best"}, 400, "drafter: expected"),
+        ("completions", {"prompt": "x", "draft_length": 99}, 400, "draft_length: expected"),
+        ("completions", {"prompt": "x", "structured_outputs": {}}, 400, "structured_outputs: expected one of"),
+        ("completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, 400, "structured_outputs: expected"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix: expected"),
+        ("completions", {"prompt": ""}, 400, "prompt: expected at least one token"),
+        ("completions", {"prompt": []}, 400, "prompt: expected"),
+        ("completions", {"prompt": [10**9]}, 400, "prompt[0]: expected a token id"),
+        ("completions", {"prompt": [1] * 2000}, 400, "prompt: expected at most 1023 tokens"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("completions", {"prompt": "x", "\ud800": "\ud800"}, 400, "expected"),
+        ("completions", {}, 400, "prompt: expected a value, found none"),
+        ("completions", b"", 400, ""),
+        ("completions", b"{", 400, ""),
+        ("completions", b"[" * 100_000, 400, ""),
+        ("completions", b'{"prompt": "x", "n": ' + b"9" * 10_000 + b"}", 400, ""),
+        ("completions", {"prompt": "x", "model": "gpt-4"}, 404, "model: expected 'surefoot-demo', found 'gpt-4'"),
+        ("chat/completions", {"messages": []}, 400, "messages: expected"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, 400, "top_logprobs: expected with logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "thinking_budget": 3}, 400, "thinking_budget: expected"),
+        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "expected none of"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "expected none of"),
+        ("completions", {"prompt": "x", "stop": ["x"] * 100}, 400, "stop: expected"),
+        ("messages", {"messages": MESSAGES}, 400, "max_tokens: expected a value"),
+        ("messages", {"messages": MESSAGES, "max_tokens": 5, "model": "claude"}, 404, "model: expected"),
+        ("responses", {"input": []}, 400, "input: expected at least one item"),
+        ("responses", {"input": "x", "previous_response_id": "y"}, 400, "previous_response_id: expected"),
+    ],
+)  # fmt: skip
+def test_bad_request(live: Live, path: str, body: Any, status: int, words: str) -> None:
+    answer = post(live, f"/v1/{path}", body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert error["type"] == ("not_found_error" if path == "messages" and status == 404 else "invalid_request_error")
+
+
+def test_paths_and_methods(live: Live) -> None:
+    assert httpx.get(f"{live.url}/v1/nothing").status_code == 404
+    assert post(live, "/v1/nothing", {}).status_code == 404
+    assert httpx.get(f"{live.url}/v1/completions").json()["error"]["message"]
+    assert httpx.get(f"{live.url}/v1/models/other").status_code == 404
+
+
+@pytest.mark.parametrize("text", ["a", "漢字 ", " return x"])
+def test_prompt_of_ten_megabytes(live: Live, text: str) -> None:
+    prompt = text * (10_000_000 // len(text.encode()))
+    begun = time.monotonic()
+    answer = post(live, "/v1/completions", json.dumps({"prompt": prompt}, ensure_ascii=False).encode())
+    assert answer.status_code == 400
+    assert "prompt: expected at most 1024 tokens" in answer.json()["error"]["message"]
+    assert time.monotonic() - begun < 5
+
+
+def test_fuzzed_bodies(live: Live) -> None:
+    """Fields of the schema with values of every kind: an answer or a reason, never a failure."""
+    dice = random.Random(0)
+    schema = httpx.get(f"{live.url}/openapi.json").json()["components"]["schemas"]
+    values: list[Any] = [None, True, -1, 0, 1, 2, 2**31, 2**63, 2**64, -0.5, 0.5, 1e308, "", "x", "\x00", "\ud83d",
+                         [], [0], [""], [[]], {}, {"type": "json_object"}, {"0": 1}, ["a"] * 50]  # fmt: skip
+    paths = {"chat/completions": "ChatRequest", "completions": "CompletionRequest", "messages": "MessagesRequest",
+             "responses": "ResponsesRequest"}  # fmt: skip
+    seen = set()
+    for path, name in paths.items():
+        base: dict[str, Any] = {"prompt": "x"} if path == "completions" else {"messages": MESSAGES}
+        base = {"input": "x", "max_output_tokens": 3} if path == "responses" else base | {"max_tokens": 3}
+        for _ in range(20):
+            fields = dice.sample(sorted(schema[name]["properties"]), dice.choice([1, 1, 2]))
+            body = base | {field: dice.choice(values) for field in fields if field not in ("stream", "max_tokens")}
+            answer = post(live, f"/v1/{path}", body)
+            assert answer.status_code in (200, 400, 404), (body, answer.text)
+            seen.add(answer.status_code)
+    assert seen >= {200, 400}
+    for _ in range(40):
+        noise = bytes(dice.randrange(256) for _ in range(dice.randrange(60)))
+        assert post(live, "/v1/completions", noise).status_code == 400
+    assert live.wait_idle()
+
+
+def test_slow_client_holds_up_nobody(live: Live, plain: Engine) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 500, "stream": True, "ignore_eos": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with (
+        socket.create_connection(("127.0.0.1", live.port)) as reader,
+        socket.create_connection(("127.0.0.1", live.port)) as writer,
+    ):
+        reader.sendall(head % len(body) + body)  # and reads nothing
+        writer.sendall(head % len(body) + body[:10])  # and does not go on
+        expected = plain.generate(PROMPT, SamplingParams(max_new_tokens=24)).text
+        assert complete(live)["choices"][0]["text"] == expected
+    assert live.wait_idle()
+
+
+# ---------------------------------------------------------------- requests that fail
+
+
+class Failing(NoDrafter):
+    """Fails for prompts that begin with one token."""
+
+    name = "failing"
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+        if any(sequence.tokens[0] == self.token and len(sequence.output) >= 3 for sequence in sequences):
+            raise NumericalError("logits: expected numbers, found NaN")
+        return super().propose(sequences, depths)
+
+
+def test_failing_request_ends_alone() -> None:
+    with serving(engine(drafter=Failing(7), slots=2, max_len=128)) as live:
+        bad = {"prompt": [7, 8], "max_tokens": 20, "ignore_eos": True}
+        answer = post(live, "/v1/completions", bad)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "found NaN" in answer.json()["error"]["message"]
+        streamed = events(live, "/v1/completions", bad)
+        assert len(streamed) > 3
+        assert "found NaN" in streamed[-1]["error"]["message"]
+        assert complete(live)["usage"]["completion_tokens"] == 24
+        assert live.wait_idle()
+
+
+# ---------------------------------------------------------------- limits, keys, the end
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Live]:
+    with serving(
+        engine(slots=1, max_len=512),
+        api_keys=["first", "second"],
+        queue_limit=0,
+        max_body=2000,
+        cors_origins=["http://pages.example"],
+    ) as live:
+        yield live
+
+
+def test_api_key(guarded: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 2}
+    refused: list[dict[str, str]] = [
+        {},
+        {"authorization": "Bearer third"},
+        {"authorization": "first"},
+        {"x-api-key": "sec"},
+    ]
+    for headers in refused:
+        answer = post(guarded, "/v1/completions", body, headers=headers)
+        assert answer.status_code == 401
+        assert "api_key: expected" in answer.json()["error"]["message"]
+    assert post(guarded, "/v1/messages", {}).json()["error"]["type"] == "authentication_error"
+    for headers in ({"authorization": "Bearer first"}, {"x-api-key": "second"}):
+        assert post(guarded, "/v1/completions", body, headers=headers).status_code == 200
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+
+
+def test_body_too_large(guarded: Live) -> None:
+    headers = {"x-api-key": "first", "content-type": "application/json"}
+    assert post(guarded, "/v1/completions", {"prompt": "x" * 3000}, headers=headers).status_code == 413
+
+    def pieces() -> Iterator[bytes]:
+        yield from [b"x" * 1000] * 3
+
+    answer = httpx.post(f"{guarded.url}/v1/completions", content=pieces(), headers=headers)
+    assert answer.status_code == 413
+    assert "expected at most 2000 bytes" in answer.json()["error"]["message"]
+
+
+def test_queue_full(guarded: Live) -> None:
+    headers = {"x-api-key": "first"}
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{guarded.url}/v1/completions", json=body, headers=headers) as busy:
+        chunks = busy.iter_raw()
+        next(chunks)
+        answer = post(guarded, "/v1/completions", {"prompt": "x"}, headers=headers)
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"]
+        assert answer.json()["error"]["code"] == "queue_full"
+        # Several choices: those that found room are not left behind.
+        assert post(guarded, "/v1/completions", {"prompt": "x", "n": 3}, headers=headers).status_code == 429
+    assert guarded.wait_idle()
+
+
+def test_pages_of_other_sites(guarded: Live) -> None:
+    asked = {"origin": "http://pages.example", "access-control-request-method": "POST"}
+    answer = httpx.options(f"{guarded.url}/v1/completions", headers=asked)
+    assert answer.headers["access-control-allow-origin"] == "http://pages.example"
+    other = httpx.options(f"{guarded.url}/v1/completions", headers=asked | {"origin": "http://other.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_shutdown_finishes_what_runs() -> None:
+    texts: list[str] = []
+    with serving(engine(slots=1, max_len=512)) as live:
+        body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+        begun = threading.Event()
+
+        def read() -> None:
+            with httpx.stream("POST", f"{live.url}/v1/completions", json=body | {"stream": True}) as answer:
+                for line in answer.iter_lines():
+                    begun.set()
+                    if line.startswith("data: {"):
+                        texts.append(json.loads(line[6:])["choices"][0]["finish_reason"])
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert begun.wait(20)
+        live.server.should_exit = True
+        thread.join(60)
+    assert texts[-1] == "length"
