@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -25,19 +25,10 @@ DRAFT_VOCAB = "Draft with the MTP head among so many frequent tokens, or those o
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user asked for, as given. Values are checked by what uses them, before the model is loaded if it can."""
+class ModelOptions:
+    """A model, a drafter and how to sample, as given. Values are checked by what uses them, before the model is loaded
+    if it can."""
 
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
-    ] = None
-    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
-    token_ids: Annotated[
-        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
-    ] = None
-    chat: Annotated[
-        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
-    ] = False
     model: Annotated[
         str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
     ] = "surefoot-demo"
@@ -101,11 +92,6 @@ class Options:
     ignore_eos: Annotated[
         bool, _option("--ignore-eos", help="Go on past the model's end-of-sequence tokens.", panel=SAMPLE)
     ] = False
-    logprobs: Annotated[
-        int | None,
-        _option("--logprobs", help="With --json: log-probabilities, of the k best tokens too.", panel=OUTPUT),
-    ] = None
-    as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
 
     def sampling(self) -> SamplingParams:
         """The request's sampling parameters. Raises InputError for a value out of range."""
@@ -127,7 +113,6 @@ class Options:
             stop=tuple(self.stop or ()),
             thinking_budget=self.thinking_budget,
             structured=self._structured(),
-            logprobs=self.logprobs,
         )
 
     def _structured(self) -> StructuredOutput | None:
@@ -143,6 +128,37 @@ def _biases(text: str) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in pairs}
     except ValueError as error:
         raise InputError(f"logit_bias: expected id:value pairs such as 5:-100,17:2.5, found {text!r}") from error
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where one prompt comes from, as given."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+    ] = None
+    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
+    token_ids: Annotated[
+        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
+    ] = None
+    chat: Annotated[
+        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
+    ] = False
+
+
+@dataclass(frozen=True)
+class Options(ModelOptions, PromptOptions):
+    """What the user asked for who has one prompt, as given."""
+
+    logprobs: Annotated[
+        int | None,
+        _option("--logprobs", help="With --json: log-probabilities, of the k best tokens too.", panel=OUTPUT),
+    ] = None
+    as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
+
+    def sampling(self) -> SamplingParams:
+        """See `ModelOptions`."""
+        return replace(super().sampling(), logprobs=self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -202,7 +218,7 @@ def number_or_file(text: str | None) -> int | str | None:
         return text
 
 
-def takes(kind: type[Options] | type[BenchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(kind: type[ModelOptions] | type[BenchOptions]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""
     hints = get_type_hints(kind, include_extras=True)
