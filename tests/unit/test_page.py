@@ -22,6 +22,7 @@ import pytest
 STATIC = Path(str(resources.files("surefoot.server"))) / "static"
 FILES = {name: (STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "style.css", "app.js")}
 KINDS = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript"}
+Elements = list[tuple[str, dict[str, str | None]]]
 VOID = {"meta", "link", "input"}
 CHROMIUM = shutil.which("chromium")
 STATS = {
@@ -35,7 +36,7 @@ class Tags(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.elements: Elements = []
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -47,21 +48,22 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag, self.getpos()
 
 
-class TestFiles:
-    @pytest.fixture(scope="class")
-    def elements(self) -> list[tuple[str, dict[str, str | None]]]:
-        tags = Tags()
-        tags.feed(FILES["index.html"])
-        assert not tags.open
-        return tags.elements
+@pytest.fixture(scope="module")
+def elements() -> Elements:
+    tags = Tags()
+    tags.feed(FILES["index.html"])
+    assert tags.open == []
+    return tags.elements
 
-    def test_nothing_comes_from_elsewhere(self, elements: list[tuple[str, dict[str, str | None]]]) -> None:
+
+class TestFiles:
+    def test_nothing_comes_from_elsewhere(self, elements: Elements) -> None:
         for name, text in FILES.items():
             assert "//" not in re.sub(r"^\s*//.*$|\s// .*$", "", text, flags=re.MULTILINE), name
         links = [attributes.get(key) for _, attributes in elements for key in ("src", "href") if key in attributes]
         assert links == ["data:,", "static/style.css", "static/app.js", "#message"]
 
-    def test_no_script_or_style_stands_in_the_page(self, elements: list[tuple[str, dict[str, str | None]]]) -> None:
+    def test_no_script_or_style_stands_in_the_page(self, elements: Elements) -> None:
         assert [tag for tag, _ in elements if tag == "style"] == []
         assert [attributes for _, attributes in elements if any(key[:2] == "on" for key in attributes)] == []
         assert all("src" in attributes for tag, attributes in elements if tag == "script")
@@ -70,13 +72,15 @@ class TestFiles:
         for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function"):
             assert word not in FILES["app.js"]
 
-    def test_ids_are_there_once(self, elements: list[tuple[str, dict[str, str | None]]]) -> None:
+    def test_ids_are_there_once(self, elements: Elements) -> None:
         ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
         assert len(ids) == len(set(ids))
-        used = re.findall(r'byId\("([^"]+)"\)', FILES["app.js"]) + re.findall(r"#([a-z][\w-]*)[^{};]*\{", FILES["style.css"])
+        used = re.findall(r'byId\("([^"]+)"\)', FILES["app.js"]) + re.findall(
+            r"#([a-z][\w-]*)[^{};]*\{", FILES["style.css"]
+        )
         assert set(used) <= set(ids)
 
-    def test_every_field_has_a_label(self, elements: list[tuple[str, dict[str, str | None]]]) -> None:
+    def test_every_field_has_a_label(self, elements: Elements) -> None:
         labelled = {attributes.get("for") for tag, attributes in elements if tag == "label"}
         fields = {attributes["id"] for tag, attributes in elements if tag in ("input", "select", "textarea")}
         assert fields == labelled
@@ -157,7 +161,14 @@ def ended(tokens: int = 5) -> bytes:
     return chunk(finish="stop") + event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
 
 
-PIECES = [("Every", "mtp"), (" token", "mtp"), (" is", "bonus"), (" checked", "ngram"), (".", "replaced"), ("\n", "plain")]
+PIECES = [
+    ("Every", "mtp"),
+    (" token", "mtp"),
+    (" is", "bonus"),
+    (" checked", "ngram"),
+    (".", "replaced"),
+    ("\n", "plain"),
+]
 
 
 def answer_slowly() -> Iterator[bytes]:
@@ -190,19 +201,32 @@ def stub() -> Iterator[Stub]:
         thread.join()
 
 
+@pytest.fixture(scope="module")
+def tab(browser: Any) -> Any:
+    page = browser.new_page()
+    page.set_default_timeout(20_000)
+    return page
+
+
 @pytest.fixture
-def page(browser: Any, stub: Stub) -> Iterator[Any]:
-    """The page, opened; nothing may go wrong in it or be asked of anyone else."""
-    page = browser.new_page(viewport={"width": 1200, "height": 800})
-    page.set_default_timeout(10_000)
+def page(tab: Any, stub: Stub) -> Iterator[Any]:
+    """The page, opened anew; nothing may go wrong in it or be asked of anyone else."""
     said: list[str] = []
-    page.on("console", lambda line: said.append(line.text) if line.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda request: request.url.startswith((stub.url, "data:")) or said.append(request.url))
-    page.goto(stub.url)
-    yield page
-    page.close()
-    assert [line for line in said if "the server responded with a status of" not in line] == []
+    listeners = {
+        "console": lambda line: said.append(line.text) if line.type in ("error", "warning") else None,
+        "pageerror": lambda error: said.append(str(error)),
+        "request": lambda request: request.url.startswith((stub.url, "data:")) or said.append(request.url),
+    }
+    tab.set_viewport_size({"width": 1200, "height": 800})
+    tab.emulate_media(color_scheme="light")
+    for name, listener in listeners.items():
+        tab.on(name, listener)
+    tab.goto(stub.url)
+    yield tab
+    tab.goto("about:blank")
+    for name, listener in listeners.items():
+        tab.remove_listener(name, listener)
+    assert [line for line in said if line != "about:blank" and "responded with a status of" not in line] == []
 
 
 def send(page: Any, text: str) -> None:
@@ -211,7 +235,7 @@ def send(page: Any, text: str) -> None:
 
 
 def settled(page: Any) -> None:
-    page.wait_for_function("document.getElementById('stop').disabled")
+    page.locator("#stop:disabled").wait_for()
 
 
 class TestPage:
@@ -375,7 +399,7 @@ class TestPage:
         assert page.locator("#talk span").text_content() == "Half"
 
     def test_numbers_of_the_server(self, page: Any) -> None:
-        page.wait_for_function("document.getElementById('slots').textContent === '2 of 8'")
+        page.locator("#slots", has_text="2 of 8").wait_for()
         assert page.locator("#queue").text_content() == "3"
         assert page.locator("#server-speed").text_content() == "123.4 tokens/s"
         assert page.locator("#model").text_content() == "surefoot-demo"

@@ -72,6 +72,8 @@ class Answer {
     this.thinking = false;
     this.usage = null;
     this.finish = null;
+    this.waiting = []; // pieces that the next frame shows
+    this.frame = null;
     this.showCounts();
   }
 
@@ -92,18 +94,25 @@ class Answer {
     if (!pieces.length) return;
     this.last = performance.now();
     this.first = this.first === null ? this.last : this.first;
-    keepAtBottom(() => pieces.forEach(([text, origin]) => this.add(text, origin)));
-    this.showCounts();
-    byId("own-speed").textContent = this.speed();
+    for (const [text, origin] of pieces) {
+      const kind = ORIGINS.includes(origin) ? origin : "other";
+      const span = element("span", this.thinking ? `${kind} thought` : kind, text);
+      span.title = origin;
+      this.waiting.push(span);
+      this.tokens += 1;
+      this.counts[kind] = (this.counts[kind] || 0) + 1;
+    }
+    this.frame = this.frame || requestAnimationFrame(() => this.show());
   }
 
-  add(text, origin) {
-    const kind = ORIGINS.includes(origin) ? origin : "other";
-    const span = element("span", this.thinking ? `${kind} thought` : kind, text);
-    span.title = origin;
-    this.target.append(span);
-    this.tokens += 1;
-    this.counts[kind] = (this.counts[kind] || 0) + 1;
+  /** What has come, at most once a frame: a quick model sends several chunks in that time. */
+  show() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    keepAtBottom(() => this.target.append(...this.waiting));
+    this.waiting = [];
+    this.showCounts();
+    byId("own-speed").textContent = this.speed();
   }
 
   showCounts() {
@@ -210,6 +219,7 @@ async function ask(text) {
     stopped = controller.signal.aborted;
     if (!stopped) complain(`Error: ${error.message}`);
   }
+  answer.show();
   if (answer.tokens || answer.finish) {
     const thought = answer.reasoning ? { reasoning_content: answer.reasoning } : {};
     messages.push(asked, { role: "assistant", content: answer.content, ...thought });
