@@ -93,7 +93,7 @@ class Stub(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.script: Any = lambda: []
+        self.script: Any = list
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.gone = threading.Event()
@@ -212,10 +212,15 @@ def tab(browser: Any) -> Any:
 def page(tab: Any, stub: Stub) -> Iterator[Any]:
     """The page, opened anew; nothing may go wrong in it or be asked of anyone else."""
     said: list[str] = []
+
+    def note(line: str, wanted: bool = True) -> None:
+        if wanted and "responded with a status of" not in line:
+            said.append(line)
+
     listeners = {
-        "console": lambda line: said.append(line.text) if line.type in ("error", "warning") else None,
-        "pageerror": lambda error: said.append(str(error)),
-        "request": lambda request: request.url.startswith((stub.url, "data:")) or said.append(request.url),
+        "console": lambda line: note(line.text, line.type in ("error", "warning")),
+        "pageerror": lambda error: note(str(error)),
+        "request": lambda request: note(request.url, not request.url.startswith((stub.url, "data:", "about:"))),
     }
     tab.set_viewport_size({"width": 1200, "height": 800})
     tab.emulate_media(color_scheme="light")
@@ -226,7 +231,7 @@ def page(tab: Any, stub: Stub) -> Iterator[Any]:
     tab.goto("about:blank")
     for name, listener in listeners.items():
         tab.remove_listener(name, listener)
-    assert [line for line in said if line != "about:blank" and "responded with a status of" not in line] == []
+    assert said == []
 
 
 def send(page: Any, text: str) -> None:
