@@ -198,4 +198,4 @@ def test_ctrl_c_stops_the_answer_and_keeps_its_text(tmp_path: Path) -> None:
     messages = json.loads((tmp_path / "talk.json").read_text())
     assert [message["role"] for message in messages] == ["user", "assistant"]
     assert (begun + out).startswith(messages[1]["content"] + "\n2 messages in")
-    assert "tokens/s" in out
+    assert "ended by Ctrl-C" in out

@@ -168,6 +168,7 @@ class Conversation:
         output.add(parser.feed(text.flush()) + parser.finish())
         output.end()
         if stopped.asked:
+            run.finish_reason = "Ctrl-C"
             print("stopped", file=sys.stderr)
         elif run.finish_reason == "length":
             print(f"cut after {len(run.tokens)} tokens (--max-new-tokens, --max-len)", file=sys.stderr)
