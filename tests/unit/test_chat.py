@@ -49,6 +49,12 @@ def test_remembers_what_was_said(tmp_path: Path) -> None:
     assert [messages[1]["content"], messages[3]["content"]] == answers(messages[:1], messages[:3])
 
 
+def test_what_is_kept_of_turns_changes_no_token(tmp_path: Path) -> None:
+    messages = saved(tmp_path / "talk.json", "word " * 600, "And then?", "So?")
+    assert messages[3]["content"] == answers(messages[:3])[0]
+    assert messages[5]["content"] == answers(messages[:5])[0]
+
+
 def test_prints_answers_only(tmp_path: Path) -> None:
     result = say("Hello")
     assert result.stdout == answers([{"role": "user", "content": "Hello"}])[0] + "\n"
@@ -81,7 +87,7 @@ def test_drafters_change_no_token(tmp_path: Path) -> None:
                  options=("-n", 12, "-t", 0.9, "--seed", 4))  # fmt: skip
     assert result.exit_code == 0
     text = result.stdout.split("ngram, K = 2\n")[0]
-    assert result.stdout.startswith(f"{text}ngram, K = 2\n{text}none\n{text}mtp, K = 2\n{text}mtp, K = 2: 12 tokens in")
+    assert result.stdout.startswith(f"{text}ngram, K = 2\n{text}none\n{text}mtp, K = 3\n{text}mtp, K = 3: 12 tokens in")
 
 
 def test_drafter_tells_which() -> None:

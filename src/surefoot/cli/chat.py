@@ -30,6 +30,7 @@ from surefoot.types import Drafter
 
 DIM, UNDIM = "\x1b[2m", "\x1b[22m"
 BLOCK = '"""'
+PREFIX_BYTES = 2**29  # of what was read of the conversation, kept for its next turn
 HELP = """\
 /stats             speed and acceptance of the last answer
 /drafter NAME [K]  draft with mtp, ngram, mtp+ngram, draft-model, auto or none, K tokens a step
@@ -105,7 +106,8 @@ class Models:
         vocabulary = self.options.draft_vocab if drafter in (*NEED_HEAD, "auto") and chosen == drafter else None
         with LateBar("recording the step") as bar, torch.inference_mode():
             engine = Engine.over(self.loaded, drafter=chosen, draft_length=draft_length,
-                                 draft_vocab=number_or_file(vocabulary), progress=bar)  # fmt: skip
+                                 draft_vocab=number_or_file(vocabulary), prefix_cache_bytes=PREFIX_BYTES,
+                                 progress=bar)  # fmt: skip
         for note in engine.notes:
             print(f"note: {note}", file=sys.stderr)
         return engine
@@ -304,7 +306,7 @@ def _drafter(talk: Conversation, rest: str) -> None:
         check_drafter(name, names)
         if length and not length.isdecimal():
             raise InputError(f"/drafter {name}: expected a draft length, found {shown(length)}")
-        usual = talk.engine.draft_length or talk.models.options.draft_length
+        usual = talk.models.options.draft_length
         talk.engine = talk.models.engine(name, int(length) if length else usual)
     engine = talk.engine
     print(engine.drafter.name if engine.drafter.name == "none" else f"{engine.drafter.name}, K = {engine.draft_length}")
