@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from surefoot.cli.options import Options
 from surefoot.cli.session import Run, Session, TextStream
+from surefoot.engine.engine import Engine
 from surefoot.engine.stats import Stats
 
 WARM_UP_TOKENS = 8
@@ -21,7 +22,7 @@ def generate(options: Options) -> None:
         print(json.dumps(run.finish().result() | {"settings": session.settings()}))
         return
     _stream(run)
-    print(statistics(run, session), file=sys.stderr)
+    print(statistics(run), file=sys.stderr)
 
 
 def compare(options: Options) -> bool:
@@ -53,12 +54,12 @@ def compare(options: Options) -> bool:
     return identical or (not session.params.greedy and session.params.acceptance == "rejection")
 
 
-def statistics(run: Run, session: Session) -> str:
+def statistics(run: Run) -> str:
     """Three lines: what came out, what drafting did, where the time went."""
     s = run.stats
     return "\n".join(
         [
-            f"{_setting(session)}: {s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} per step), "
+            f"{_setting(run.engine)}: {s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} per step), "
             f"{s.tokens_per_second:.1f} tokens/s, ended by {run.finish_reason}",
             _acceptance(s),
             f"prefill {len(run.prompt)} tokens {s.prefill_s:.3f} s; decode {s.decode_s:.3f} s: "
@@ -77,7 +78,7 @@ def _stream(run: Run) -> None:
 
 
 def _comparison(session: Session, fast: Stats, slow: Stats, speed_up: float, identical: bool) -> str:
-    name = _setting(session)
+    name = _setting(session.engine)
     width = max(len(name), len("plain"))
     lines = [
         "",
@@ -91,9 +92,9 @@ def _comparison(session: Session, fast: Stats, slow: Stats, speed_up: float, ide
     return "\n".join(lines)
 
 
-def _setting(session: Session) -> str:
-    name = session.engine.drafter.name
-    return name if name == "none" else f"{name}, K = {session.engine.draft_length}"
+def _setting(engine: Engine) -> str:
+    name = engine.drafter.name
+    return name if name == "none" else f"{name}, K = {engine.draft_length}"
 
 
 def _acceptance(stats: Stats) -> str:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import BenchOptions, Options, ServeOptions, takes
+from surefoot.cli.options import BenchOptions, ChatOptions, Options, ServeOptions, takes
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -75,6 +75,16 @@ def trace(options: Options) -> None:
         from surefoot.cli import trace as command
 
         command.trace(options)
+
+
+@app.command()
+@takes(ChatOptions)
+def chat(options: ChatOptions) -> None:
+    """Talk with a model in the terminal; /help there lists what else can be said."""
+    with _one_line_errors():
+        from surefoot.cli import chat as command
+
+        command.chat(options)
 
 
 @app.command()

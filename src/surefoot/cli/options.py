@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -52,19 +52,10 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Options(ModelOptions):
-    """What the user asked for, as given. Values are checked by what uses them, before the model is loaded if it can."""
+class ChatOptions(ModelOptions):
+    """A model, and how to sample from it, as given. Values are checked by what uses them, before the model is loaded if
+    it can."""
 
-    prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
-    ] = None
-    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
-    token_ids: Annotated[
-        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
-    ] = None
-    chat: Annotated[
-        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
-    ] = False
     acceptance: Annotated[
         str, _option("--acceptance", help="Above temperature 0: coupled (same tokens) or rejection.", panel=DRAFT)
     ] = "coupled"
@@ -107,11 +98,6 @@ class Options(ModelOptions):
     ignore_eos: Annotated[
         bool, _option("--ignore-eos", help="Go on past the model's end-of-sequence tokens.", panel=SAMPLE)
     ] = False
-    logprobs: Annotated[
-        int | None,
-        _option("--logprobs", help="With --json: log-probabilities, of the k best tokens too.", panel=OUTPUT),
-    ] = None
-    as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
 
     def sampling(self) -> SamplingParams:
         """The request's sampling parameters. Raises InputError for a value out of range."""
@@ -133,7 +119,6 @@ class Options(ModelOptions):
             stop=tuple(self.stop or ()),
             thinking_budget=self.thinking_budget,
             structured=self._structured(),
-            logprobs=self.logprobs,
         )
 
     def _structured(self) -> StructuredOutput | None:
@@ -170,6 +155,37 @@ class ServeOptions(ModelOptions):
                                   panel=SERVE)
     ] = None  # fmt: skip
     max_body: Annotated[int, _option("--max-body", help="Most bytes of a request.", panel=SERVE)] = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Where one prompt comes from, as given."""
+
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads it from standard input.", show_default=False)
+    ] = None
+    file: Annotated[Path | None, _option("--file", "-f", help="Read the prompt from a file.", panel=PROMPT)] = None
+    token_ids: Annotated[
+        str | None, _option("--token-ids", help="The prompt as token ids, such as 5,17,3.", panel=PROMPT)
+    ] = None
+    chat: Annotated[
+        bool, _option("--chat/--no-chat", help="Send the prompt as a chat turn (the model's template).", panel=PROMPT)
+    ] = False
+
+
+@dataclass(frozen=True)
+class Options(ChatOptions, PromptOptions):
+    """What the user asked for who has one prompt, as given."""
+
+    logprobs: Annotated[
+        int | None,
+        _option("--logprobs", help="With --json: log-probabilities, of the k best tokens too.", panel=OUTPUT),
+    ] = None
+    as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
+
+    def sampling(self) -> SamplingParams:
+        """See `ChatOptions`."""
+        return replace(super().sampling(), logprobs=self.logprobs)
 
 
 @dataclass(frozen=True)
@@ -230,7 +246,7 @@ def number_or_file(text: str | None) -> int | str | None:
 
 
 def takes(
-    kind: type[Options] | type[BenchOptions] | type[ServeOptions],
+    kind: type[ModelOptions] | type[BenchOptions],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""

@@ -9,10 +9,10 @@ from surefoot.cli.files import decode, read_text
 from surefoot.errors import InputError, shown
 
 if TYPE_CHECKING:
-    from surefoot.cli.options import Options
+    from surefoot.cli.options import PromptOptions
 
 
-def read_prompt(options: Options) -> str | list[int]:
+def read_prompt(options: PromptOptions) -> str | list[int]:
     """The prompt as text or token ids, exactly as given (a file's last newline included).
 
     Without any source, standard input is read if something is piped into it. Raises InputError if there is no prompt,

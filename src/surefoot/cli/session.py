@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -71,6 +71,10 @@ class Run:
         self.finish_reason: str | None = None
 
     def __iter__(self) -> Iterator[Step]:
+        return self.steps()
+
+    def steps(self) -> Generator[Step, None, None]:
+        """The steps as they are made; closed early, the engine is free again."""
         clock = self.engine.clock
         start = last = clock.copy()
         with LateBar("reading the prompt") as bar:

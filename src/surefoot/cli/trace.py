@@ -25,7 +25,7 @@ def trace(options: Options) -> None:
     console = OutputConsole()
     for number, step in enumerate(run, start=1):
         console.print(render(step.record, number, _seconds(step), show))
-    print(statistics(run, session), file=sys.stderr)
+    print(statistics(run), file=sys.stderr)
 
 
 def _seconds(step: Step) -> str:
