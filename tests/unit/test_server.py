@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ import openai
 import pytest
 
 from surefoot import Engine, SamplingParams
+from surefoot.cli.main import run
 from surefoot.drafters.none import NoDrafter
 from surefoot.errors import NumericalError
 from surefoot.sequence import Sequence, TokenLogprobs
@@ -82,6 +86,8 @@ def test_models_and_health(live: Live, client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     assert httpx.get(f"{live.url}/health").json() == {"status": "ok"}
+    assert "<html" in httpx.get(live.url).text
+    assert httpx.get(f"{live.url}/static/app.js").status_code == 200
 
 
 def test_metrics_and_stats(live: Live) -> None:
@@ -198,6 +204,35 @@ def test_words_that_must_not_come(live: Live) -> None:
     text = complete(live, temperature=0)["choices"][0]["text"]
     assert " return" in text
     assert "return" not in complete(live, bad_words=["return"])["choices"][0]["text"]
+
+
+CALLED = """<think>
+hm
+</think>
+
+so: <tool_call>
+{"name": "add", "arguments": {"a": 1}}
+</tool_call>"""
+
+
+def test_thoughts_and_calls_of_chats(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100, "temperature": 0, "tools": [tool],
+                             "extra_body": {"structured_outputs": {"choice": [CALLED]}}}  # fmt: skip
+    whole = client.chat.completions.create(**asked)
+    said = whole.choices[0].message.model_dump()
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert said["reasoning_content"] == "hm"
+    assert said["content"] == "so:"
+    assert [call["function"] for call in said["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert 0 < (whole.usage.completion_tokens_details.reasoning_tokens or 0) < whole.usage.completion_tokens
+    with client.chat.completions.stream(**asked) as stream:
+        final = stream.get_final_completion().choices[0].message.model_dump()
+    assert final["content"] == said["content"]
+    assert [call["function"]["arguments"] for call in final["tool_calls"]] == ['{"a": 1}']
 
 
 # ---------------------------------------------------------------- public bug reports
@@ -528,3 +563,45 @@ def test_shutdown_finishes_what_runs() -> None:
         live.server.should_exit = True
         thread.join(60)
     assert texts[-1] == "length"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_command_serves_until_told_to_stop() -> None:
+    code = "from surefoot.cli.main import run; run()"
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--max-len", "512", "--name", "demo", "--slots", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "serving demo at http" in line)
+        url = line.split(" at ")[1].strip()
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        reasons: list[str | None] = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    if not reasons:
+                        process.send_signal(signal.SIGTERM)
+                    reasons.append(json.loads(line[6:])["choices"][0]["finish_reason"])
+        assert reasons[-1] == "length"
+        log = [json.loads(line) for line in process.stderr if line.startswith("{")]
+        assert process.wait(30) in (0, -signal.SIGTERM)
+    assert [(line["path"], line["outcome"], line["completion_tokens"]) for line in log] == [
+        ("/v1/completions", "length", 100)
+    ]
+
+
+def test_command_says_what_is_wrong(
+    live: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for options, words in (
+        (["--port", str(live.port)], "expected a free address"),
+        (["--port", "70000"], "--port: expected an integer"),
+        (["--queue-limit", "-1"], "--queue-limit: expected"),
+        (["--api-key", ""], "api_key: expected at least one character"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["surefoot", "serve", "--port", "0", *options])
+        with pytest.raises(SystemExit) as end:
+            run()
+        assert end.value.code == 2
+        assert words in capsys.readouterr().err
