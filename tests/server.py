@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from surefoot.engine import Engine
 from surefoot.engine.service import Service
 from surefoot.server.app import Settings, create_app
+from surefoot.server.spans import Spans
 
 MODEL = "surefoot-demo"
 
@@ -49,8 +50,8 @@ class Live:
 
 
 @contextmanager
-def serving(engine: Engine, **settings: Any) -> Iterator[Live]:
-    app = create_app(engine, Settings(MODEL, **settings))
+def serving(engine: Engine, spans: Spans | None = None, **settings: Any) -> Iterator[Live]:
+    app = create_app(engine, Settings(MODEL, **settings), spans)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -154,6 +154,9 @@ class ServeOptions(ModelOptions):
         list[str] | None, _option("--cors-origin", help="A site whose pages may call; several may be given.",
                                   panel=SERVE)
     ] = None  # fmt: skip
+    otel: Annotated[
+        str | None, _option("--otel", help="Send OpenTelemetry spans to this OTLP/HTTP address.", panel=SERVE)
+    ] = None
     max_body: Annotated[int, _option("--max-body", help="Most bytes of a request.", panel=SERVE)] = 16 * 2**20
 
 

@@ -32,6 +32,7 @@ def serve(options: ServeOptions) -> None:
             cors_origins=options.cors_origin or (),
             queue_limit=options.queue_limit,
             max_body=options.max_body,
+            otel=options.otel,
         )
         app = create_app(engine, settings)
         log_to_stderr()

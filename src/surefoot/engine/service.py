@@ -220,6 +220,11 @@ class Service:
             self._changed.notify()
         return ticket
 
+    @property
+    def open(self) -> bool:
+        """Whether it takes requests."""
+        return self._open
+
     def stats(self) -> ServiceStats:
         """A copy of the counts as they stand."""
         with self._changed:

@@ -30,11 +30,18 @@ from surefoot.loading.tokenizer import require_tokenizer
 from surefoot.server.backend import Backend, Limits, Run, Whole
 from surefoot.server.board import Board
 from surefoot.server.errors import ApiError, as_api_error, validation_error
-from surefoot.server.messages import Messages
+from surefoot.server.messages import Messages, count
 from surefoot.server.openai import Chat, Completion
 from surefoot.server.params import Reader
 from surefoot.server.responses import Responses
-from surefoot.server.schema import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
+from surefoot.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    CountRequest,
+    MessagesRequest,
+    ResponsesRequest,
+)
+from surefoot.server.spans import Spans
 from surefoot.server.wire import EventStream, unless_gone
 
 GUARDED = "/v1/"
@@ -45,35 +52,43 @@ CLIENT_GONE = 499  # in metrics only: nobody is there to read it
 @dataclass(frozen=True)
 class Settings:
     """How to serve: the `model`'s name for clients, any of `api_keys` if there are some, browsers' pages from
-    `cors_origins`, at most `queue_limit` waiting requests and `max_body` bytes of one."""
+    `cors_origins`, at most `queue_limit` waiting requests, `max_body` bytes and `body_seconds` of one; spans go to
+    `otel`, an OTLP/HTTP collector's address."""
 
     model: str
     api_keys: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     queue_limit: int = 256
     max_body: int = 16 * 2**20
+    body_seconds: float = 60.0
+    otel: str | None = None
     limits: Limits = field(default_factory=Limits)
 
 
-def create_app(engine: Engine, settings: Settings) -> FastAPI:
+def create_app(engine: Engine, settings: Settings, spans: Spans | None = None) -> FastAPI:
     """The application over an engine, which is its own from now on; its service is closed when the application shuts
-    down, after running requests have ended. Raises TokenizerError for a model without a tokenizer, InputError for an
-    empty API key."""
+    down, after running requests have ended. `spans` in place of those that the settings ask for. Raises TokenizerError
+    for a model without a tokenizer, InputError for an empty API key and for spans without their packages."""
     tokenizer = require_tokenizer(engine.tokenizer, "the server")
     if "" in settings.api_keys:
         raise InputError("api_key: expected at least one character, found none")
+    if settings.otel is not None and spans is None:
+        spans = Spans(settings.otel)
     service = Service(engine, queue_limit=settings.queue_limit)
-    board = Board(service)
+    board = Board(service, spans)
     backend = Backend(service, Reader(tokenizer, engine.target.max_len), settings.model, board, settings.limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.to_thread(service.close)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     app = FastAPI(title="Surefoot", version=metadata.version("surefoot"), lifespan=lifespan, responses=_ERRORS)
     app.state.service = service
-    app.add_middleware(Gate, board=board, keys=settings.api_keys, max_body=settings.max_body)
+    app.add_middleware(Gate, board=board, keys=settings.api_keys, max_body=settings.max_body,
+                       body_seconds=settings.body_seconds)  # fmt: skip
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["*"],
                            allow_headers=["*"])  # fmt: skip
@@ -104,9 +119,11 @@ def _add_information(app: FastAPI, engine: Engine, backend: Backend) -> None:
         "draft_length": engine.draft_length,
     }
 
-    @app.get("/health")
+    @app.get("/health", responses={503: {}})
     async def health() -> dict[str, str]:
-        """Whether the server lives."""
+        """Whether the server lives, and takes requests."""
+        if not backend.service.open:
+            raise ApiError(503, "service: expected it to be open, found it closed")
         return {"status": "ok"}
 
     @app.get("/v1/models")
@@ -138,28 +155,34 @@ def _add_answers(app: FastAPI, backend: Backend) -> None:
         """An answer to a chat."""
         backend.check_model(body.model)
         make = partial(Chat.job, body, backend)
-        run = await backend.start(make, request.url.path, "chatcmpl-")
+        run = await backend.start(make, request, "chatcmpl-")
         return await _answer(Chat(backend, body, run), body.stream, request)
 
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """A text's continuation."""
         backend.check_model(body.model)
-        run = await backend.start(partial(Completion.job, body, backend), request.url.path, "cmpl-")
+        run = await backend.start(partial(Completion.job, body, backend), request, "cmpl-")
         return await _answer(Completion(backend, body, run), body.stream, request)
 
     @app.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """An answer to a chat, in Anthropic's form."""
         backend.check_model(body.model)
-        run = await backend.start(partial(Messages.job, body, backend), request.url.path, "msg_")
+        run = await backend.start(partial(Messages.job, body, backend), request, "msg_")
         return await _answer(Messages(backend, body, run), body.stream, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest) -> dict[str, int]:
+        """How many tokens a request of that form would make the model read."""
+        backend.check_model(body.model)
+        return await asyncio.to_thread(count, body, backend)
 
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """An answer, in the form of OpenAI's responses; nothing of it is kept."""
         backend.check_model(body.model)
-        run = await backend.start(partial(Responses.job, body, backend), request.url.path, "resp_")
+        run = await backend.start(partial(Responses.job, body, backend), request, "resp_")
         return await _answer(Responses(backend, body, run), body.stream, request)
 
 
@@ -207,8 +230,8 @@ def _handle_errors(app: FastAPI) -> None:
 class Gate:
     """Lets requests in whose key is right and whose body is small enough, and counts answers. (ASGI)"""
 
-    def __init__(self, app: ASGIApp, board: Board, keys: Sequence[str], max_body: int) -> None:
-        self._app, self._board, self._max_body = app, board, max_body
+    def __init__(self, app: ASGIApp, board: Board, keys: Sequence[str], max_body: int, body_seconds: float) -> None:
+        self._app, self._board, self._max_body, self._seconds = app, board, max_body, body_seconds
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -219,13 +242,21 @@ class Gate:
         path = scope["path"]
         headers = dict(scope["headers"])
         size = 0
-        began = False
+        complete = began = False
+        end = time.monotonic() + self._seconds
         refusal: ApiError | None = None
 
         async def counted() -> Message:
-            nonlocal size, refusal
-            message = await receive()
+            nonlocal size, complete, refusal
+            if complete:
+                return await receive()  # which waits for the client to go
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, end - time.monotonic()))
+            except TimeoutError:
+                refusal = ApiError(408, f"body: expected it within {self._seconds:g} s, found a part", code="timeout")
+                raise refusal from None
             size += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if size > self._max_body:
                 refusal = self._too_large(f"more than {self._max_body}")
                 raise refusal
@@ -276,6 +307,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     400: _shape("A field is wrong; the message names it."),
     401: _shape("No API key, or another."),
     404: _shape("Another model, or no such path."),
+    408: _shape("The body did not come in time."),
     413: _shape("The body is too large."),
     429: _shape("Too many requests wait already."),
     500: _shape("The request failed."),

@@ -10,6 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+from fastapi import Request
+
 from surefoot.engine.service import Service, Ticket
 from surefoot.errors import shown
 from surefoot.sequence import TokenLogprobs
@@ -58,7 +60,7 @@ class Whole:
 
 @dataclass
 class Run:
-    """A request that was let in. Whoever has one closes it."""
+    """A request that was let in. Whoever has one closes it. `trace` is the client's (W3C's `traceparent`)."""
 
     id: str
     created: int
@@ -67,6 +69,7 @@ class Run:
     job: Job
     choices: list[Choice]
     board: Board
+    trace: str | None = None
 
     def __post_init__(self) -> None:
         self._left = dict.fromkeys(range(len(self.choices)))
@@ -98,7 +101,7 @@ class Run:
 
     def _ended(self, index: int, outcome: str) -> None:
         del self._left[index]
-        self.board.ended(self.path, self.model, self.id, self.choices[index], outcome)
+        self.board.ended(self.path, self.model, self.id, self.choices[index], outcome, self.trace)
 
     @property
     def prompt_tokens(self) -> int:
@@ -131,9 +134,11 @@ class Backend:
         if name is not None and name != self.model:
             raise ApiError(404, f"model: expected {self.model!r}, found {shown(name)}", "model", "model_not_found")
 
-    async def start(self, make: Callable[[], Job], path: str, prefix: str) -> Run:
+    async def start(self, make: Callable[[], Job], request: Request, prefix: str) -> Run:
         """Let a request in: `make` builds the job, in a thread, as texts may be long. Raises what it raises, ApiError,
         InputError and QueueFullError; then nothing of it is left in the service."""
+        if not self.service.open:
+            raise ApiError(503, "server: expected it to take requests, found it closing")
         job = await asyncio.to_thread(make)
         wanted = len(job.prompts) * job.params.n
         if wanted > self.limits.max_choices:
@@ -151,7 +156,8 @@ class Backend:
             for choice in choices:
                 choice.ticket.cancel()
             raise
-        return Run(f"{prefix}{uuid.uuid4().hex}", int(time.time()), path, self.model, job, choices, self.board)
+        run_id, trace = f"{prefix}{uuid.uuid4().hex}", request.headers.get("traceparent")
+        return Run(run_id, int(time.time()), request.url.path, self.model, job, choices, self.board, trace)
 
 
 async def _submitted(submit: Callable[[], Ticket]) -> Ticket:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from surefoot.engine.service import Histogram, Service
 from surefoot.server.choices import Choice
+from surefoot.server.spans import Spans
 
 LOG = logging.getLogger("surefoot.server")
 WINDOW_S = 10.0  # over which the speed is taken
@@ -70,8 +71,8 @@ class ServiceCollector(Collector):
 class Board:
     """Counts what happens. For the event loop's thread."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, spans: Spans | None = None) -> None:
+        self._service, self._spans = service, spans
         self.registry = CollectorRegistry()
         self.registry.register(ServiceCollector(service))
         self._answers = Counter("surefoot_http_answers", "Answers by path and status.", ["path", "status"],
@@ -89,8 +90,10 @@ class Board:
         self._recent.append((now, tokens))
         self._drop_old(now)
 
-    def ended(self, path: str, model: str, request_id: str, choice: Choice, outcome: str) -> None:
-        """The end of a choice, by `outcome`: its finish reason, "cancelled" or "error"."""
+    def ended(
+        self, path: str, model: str, request_id: str, choice: Choice, outcome: str, trace: str | None = None
+    ) -> None:
+        """The end of a choice, by `outcome`: its finish reason, "cancelled" or "error"; in the client's `trace`."""
         stats, own = choice.ticket.stats, choice.stats
         now = time.monotonic()
         line: dict[str, Any] = {
@@ -112,6 +115,8 @@ class Board:
         if choice.ticket.error is not None:
             line["error"] = str(choice.ticket.error)
         LOG.info("%s", json.dumps(line))
+        if self._spans is not None:
+            self._spans.record(line, trace)
 
     def stats(self) -> dict[str, Any]:
         """A few numbers, as JSON has them."""

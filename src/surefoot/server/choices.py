@@ -15,7 +15,7 @@ from surefoot.engine.text import OutputText
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import TokenLogprobs
-from surefoot.server.parsing import ChatParser, Delta
+from surefoot.server.parsing import CLOSE_CALL, ChatParser, Delta
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -91,12 +91,15 @@ class Choice:
         """What was held back, and how it ended. Raises the request's own error if that ended it."""
         if self.ticket.error is not None:
             raise self.ticket.error
-        rest = self._text.flush()
-        deltas = self._parse(rest) + ([] if self.parser is None else self.parser.finish())
+        rest, by = self._text.flush(), self._ended_by()
+        deltas = self._parse(rest)
+        if by == CLOSE_CALL and self.parser is not None:  # where no second call may come, that is a stop string
+            deltas += self._parse(CLOSE_CALL)
+        deltas += [] if self.parser is None else self.parser.finish()
         self._called |= any(delta.tool is not None for delta in deltas)
         finish = Finish("length")
         if self.ticket.finish_reason != "length":
-            finish = Finish("tool_calls" if self._called else "stop", self._ended_by())
+            finish = Finish("tool_calls", None if by == CLOSE_CALL else by) if self._called else Finish("stop", by)
         return Update(self.index, [(rest, self._origin)] if rest else [], deltas, finish=finish)
 
     def _parse(self, text: str) -> list[Delta]:

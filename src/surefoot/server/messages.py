@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
 from typing import Any
@@ -15,8 +15,9 @@ from surefoot.server.backend import Backend, Run, Whole
 from surefoot.server.blocks import Block, Blocks, Change
 from surefoot.server.choices import Finish
 from surefoot.server.errors import as_api_error
-from surefoot.server.params import Job
-from surefoot.server.schema import AnthropicMessage, MessagesRequest
+from surefoot.server.params import Job, Tools
+from surefoot.server.parsing import ChatParser
+from surefoot.server.schema import AnthropicMessage, CountRequest, MessagesRequest, TextFormat
 from surefoot.server.schema import Block as InputBlock
 from surefoot.server.wire import event
 
@@ -32,27 +33,16 @@ class Messages:
     @staticmethod
     def job(request: MessagesRequest, backend: Backend) -> Job:
         """What to ask of the engine. Raises InputError, TokenizerError."""
-        messages = [one for message in request.messages for one in _messages(message)]
-        if request.system:
-            system = request.system if isinstance(request.system, str) else _text(request.system)
-            messages.insert(0, {"role": "system", "content": system})
-        template: dict[str, Any] = {}
-        budget = request.thinking_budget
-        if (thinking := request.thinking) is not None:
-            template["enable_thinking"] = thinking.type != "disabled"
-            budget = thinking.budget_tokens if budget is None else budget
-        off = request.tool_choice is not None and request.tool_choice.type == "none"
-        tools = [
-            {"type": "function", "function": {"name": tool.name, "description": tool.description or "",
-                                              "parameters": tool.input_schema}}
-            for tool in request.tools or ()
-        ]  # fmt: skip
-        prompt, parser = backend.reader.chat(messages, None if off else tools, template)
-        given = params.basics(request, request.max_tokens, room=0)
-        if budget is not None:
-            given["thinking_budget"] = budget
-        stop = tuple(request.stop_sequences or ())
-        return Job((prompt,), SamplingParams(**given, stop=stop), parser=parser, **params.chosen_drafting(request))
+        tools = _tools(request)
+        prompt, parser = chat(request, backend, tools)
+        given = params.shared(request, backend.reader, request.max_tokens, room=0)
+        if request.thinking is not None and request.thinking_budget is None:
+            given["thinking_budget"] = request.thinking.budget_tokens
+        given["stop"] = (*(request.stop_sequences or ()), *tools.stop)
+        answer = request.output_config and request.output_config.format
+        shape = None if not answer else TextFormat.model_validate({"type": answer.type, "schema": answer.schema_})
+        given["structured"] = params.structured(request.structured_outputs, shape)
+        return Job((prompt,), SamplingParams(**given), parser=parser, **params.chosen_drafting(request))
 
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""
@@ -104,6 +94,36 @@ class Messages:
             "drafted_tokens": self.run.count("proposed"),
             "accepted_tokens": self.run.count("accepted"),
         }
+
+
+def chat(request: CountRequest, backend: Backend, tools: Tools) -> tuple[list[int], Callable[[], ChatParser]]:
+    """What the model reads, and what parses its answer. A last message of the assistant is gone on with. Raises
+    InputError, TokenizerError."""
+    messages = [one for message in request.messages for one in _messages(message)]
+    if request.system:
+        system = request.system if isinstance(request.system, str) else _text(request.system)
+        messages.insert(0, {"role": "system", "content": system})
+    thinks = {} if request.thinking is None else {"enable_thinking": request.thinking.type != "disabled"}
+    return backend.reader.chat(messages, tools, thinks, continues=messages[-1]["role"] == "assistant")
+
+
+def count(request: CountRequest, backend: Backend) -> dict[str, int]:
+    """How many tokens the model would read."""
+    return {"input_tokens": len(chat(request, backend, _tools(request))[0])}
+
+
+def _tools(request: CountRequest) -> Tools:
+    tools = [
+        {"type": "function", "function": {"name": tool.name, "description": tool.description or "",
+                                          "parameters": tool.input_schema}}
+        for tool in request.tools or ()
+    ]  # fmt: skip
+    choice = request.tool_choice
+    if choice is None:
+        return params.tools_of(tools, None, single=False)
+    word = {"any": "required", "tool": None}.get(choice.type, choice.type)
+    named = (choice.name or "") if choice.type == "tool" else None
+    return params.tools_of(tools, word, choice.disable_parallel_tool_use is True, named)
 
 
 def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:

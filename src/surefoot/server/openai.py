@@ -14,11 +14,10 @@ from surefoot.server.choices import Choice, Update
 from surefoot.server.errors import ApiError, as_api_error
 from surefoot.server.params import Job
 from surefoot.server.parsing import Delta
-from surefoot.server.schema import ChatRequest, CompletionRequest, Sampling
+from surefoot.server.schema import ChatRequest, CompletionRequest, Sampling, ToolChoice
 from surefoot.server.wire import DONE, event
 
 COMPLETION_TOKENS = 16  # OpenAI's default
-MOST_TOP = 20
 
 
 def usage(run: Run) -> dict[str, Any]:
@@ -119,18 +118,20 @@ class Chat(Form):
     @staticmethod
     def job(request: ChatRequest, backend: Backend) -> Job:
         """What to ask of the engine. Raises InputError, TokenizerError."""
-        top = None
-        if request.logprobs:
-            top = request.top_logprobs or 0
-            if not 0 <= top <= MOST_TOP:
-                raise ApiError(400, f"top_logprobs: expected from 0 to {MOST_TOP}, found {top}", "top_logprobs")
-        elif request.top_logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs: expected with logprobs true, found without", "top_logprobs")
-        tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+        choice = request.tool_choice
+        tools = params.tools_of(
+            [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
+            None if isinstance(choice, ToolChoice) else choice,
+            request.parallel_tool_calls is False,
+            choice.function.name if isinstance(choice, ToolChoice) else None,
+        )
         prompt, parser = backend.reader.chat(
             params.to_template(request.messages),
-            None if request.tool_choice == "none" else tools,
-            request.chat_template_kwargs or {},
+            tools,
+            params.thinking_by(request.reasoning_effort) | (request.chat_template_kwargs or {}),
+            continues=request.continue_final_message is True,
         )
         most = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         sampling = params.sampling(
@@ -138,8 +139,9 @@ class Chat(Form):
             backend.reader,
             max_tokens=most,
             room=backend.reader.max_len - len(prompt),
-            logprobs=top,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             response_format=request.response_format,
+            tools_stop=tools.stop,
         )
         return Job((prompt,), sampling, parser=parser, **params.chosen_drafting(request))
 

@@ -15,12 +15,14 @@ from typing import Any
 from surefoot.errors import InputError, shown
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.sampling import MAX_SEED, SamplingParams, StructuredOutput
-from surefoot.server.parsing import OPEN_THOUGHT, ChatParser, schemas_of
+from surefoot.server.parsing import CLOSE_CALL, CLOSE_THOUGHT, FUNCTION, OPEN_CALL, OPEN_THOUGHT, ChatParser, schemas_of
 from surefoot.server.schema import (
     ChatMessage,
     Drafting,
+    Effort,
     ResponseFormat,
     Sampling,
+    Shared,
     StructuredOutputs,
     TextFormat,
 )
@@ -79,21 +81,42 @@ class Reader:
     def chat(
         self,
         messages: Seq[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        tools: Tools,
         template: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        continues: bool = False,
     ) -> tuple[list[int], Callable[[], ChatParser]]:
         """The tokens of a chat, up to where the answer begins, and what parses the answer; `template` goes to the chat
-        template. Raises TokenizerError for what that refuses, InputError for names that are taken."""
+        template. `continues`: the answer goes on from the last message, which is the assistant's. A call that has to
+        come is begun in the prompt, without thoughts. Raises TokenizerError for what the template refuses, InputError
+        for names that are taken and a last message that cannot go on."""
         if taken := template.keys() & TAKEN:
             raise InputError(f"chat_template_kwargs: expected none of {sorted(TAKEN)}, found {sorted(taken)}")
-        given: dict[str, Any] = {**template, **({"tools": tools} if tools else {})}
-        text = self.tokenizer.apply_chat(messages, **given)
+        given: dict[str, Any] = {**template, **({"tools": tools.all} if tools.all else {})}
+        if tools.forced is not None:
+            given["enable_thinking"] = False
+        text = self.tokenizer.apply_chat(messages, add_generation_prompt=not continues, **given)
+        if continues:
+            text = _up_to_last(text, messages)
+        begun = "" if tools.forced is None else self._begun_call(tools.forced)
+        if begun and text.rstrip().endswith(OPEN_THOUGHT):  # a template that opens thoughts whatever it is told
+            text = f"{text.rstrip()}\n\n{CLOSE_THOUGHT}\n\n"
+        text += begun
         thinking = text.rstrip().endswith(OPEN_THOUGHT)
 
         def parser() -> ChatParser:
-            return ChatParser(thinking, bool(tools), schemas_of(tools or ()), f"call_{uuid.uuid4().hex}")
+            parser = ChatParser(thinking, bool(tools.all), schemas_of(tools.all), f"call_{uuid.uuid4().hex}")
+            parser.feed(begun)  # which gives nothing: a call is held back until it is complete
+            return parser
 
         return self.encode(text, add_special_tokens=False), parser
+
+    def _begun_call(self, name: str) -> str:
+        """The beginning of a call in the form of the template; of any function, if the name is empty."""
+        if FUNCTION in (self.tokenizer.chat_template or ""):
+            return f"{OPEN_CALL}\n{FUNCTION}{name}>\n" if name else f"{OPEN_CALL}\n{FUNCTION}"
+        start = f'{OPEN_CALL}\n{{"name": "'
+        return f'{start}{name}", "arguments": ' if name else start
 
     def words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """Tokens of words that must not come: each at the beginning of a text, and behind a space."""
@@ -104,6 +127,49 @@ class Reader:
             for form in (word, " " + word.lstrip()):
                 found[tuple(self.encode(form, add_special_tokens=False))] = None
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request, in OpenAI's form; `forced` is the one that has to be called ("" for any, None for none),
+    `single` says that at most one call may come."""
+
+    all: list[dict[str, Any]]
+    forced: str | None = None
+    single: bool = False
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Where the answer ends for their sake."""
+        return (CLOSE_CALL,) if self.all and self.single else ()
+
+
+def tools_of(tools: Seq[Mapping[str, Any]], choice: str | None, single: bool, named: str | None = None) -> Tools:
+    """The tools by a request's choice: "auto", "none", "required", or `named`. Raises InputError for one to be called
+    that there is not."""
+    if choice == "none":
+        return Tools([])
+    names = [tool["function"]["name"] for tool in tools]
+    if choice != "required" and named is None:
+        return Tools([dict(tool) for tool in tools], single=single)
+    if not names or (named is not None and named not in names):
+        raise InputError(f"tool_choice: expected one of the tools {names}, found {shown(named or choice, 100)}")
+    forced = named if named is not None else names[0] if len(names) == 1 else ""
+    return Tools([dict(tool) for tool in tools], forced, single)
+
+
+def thinking_by(effort: Effort | None) -> dict[str, Any]:
+    """For the chat template."""
+    return {} if effort is None else {"enable_thinking": effort != "none"}
+
+
+def _up_to_last(text: str, messages: Seq[Mapping[str, Any]]) -> str:
+    """The text of a chat up to the end of its last message."""
+    last = str(messages[-1].get("content") or "").rstrip()
+    place = text.rfind(last)
+    if messages[-1].get("role") != "assistant" or not last or place < 0:
+        raise InputError("messages: expected a last message of the assistant with a text to continue, found none")
+    return text[: place + len(last)]
 
 
 def to_template(messages: Seq[ChatMessage]) -> list[dict[str, Any]]:
@@ -140,25 +206,33 @@ def chosen_drafting(request: Drafting) -> dict[str, Any]:
     return {"drafter": request.drafter, "draft_length": request.draft_length}
 
 
-def drafting_params(request: Drafting) -> dict[str, Any]:
-    """What it says of drafting, for `SamplingParams`."""
-    return _given(acceptance=request.acceptance, thinking_budget=request.thinking_budget)
+def shared(request: Shared, reader: Reader, max_tokens: int | None, room: int) -> dict[str, Any]:
+    """What every form has, for `SamplingParams`. By OpenAI's defaults: temperature 1, a seed drawn for each request.
 
-
-def basics(request: Any, max_tokens: int | None, room: int) -> dict[str, Any]:
-    """What every form has. Sampling is by OpenAI's defaults: temperature 1, and a seed drawn for each request.
-
-    A prompt that leaves no room is refused by the engine, which knows why."""
+    A prompt that leaves no room is refused by the engine, which knows why. Raises InputError for what cannot be."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not -(2**63) <= seed <= MAX_SEED:
         raise InputError(f"seed: expected an integer of 64 bits, found {shown(seed)}")
+    bias = None if request.logit_bias is None else {_token(key): value for key, value in request.logit_bias.items()}
     return _given(
         max_new_tokens=max(1, room) if max_tokens is None else max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=request.top_p,
         top_k=None if request.top_k == -1 else request.top_k,  # vLLM's word for off
+        min_p=request.min_p,
+        typical_p=request.typical_p,
+        repetition_penalty=request.repetition_penalty,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        min_new_tokens=request.min_tokens,
+        stop_token_ids=None if request.stop_token_ids is None else tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        logit_bias=bias,
+        bad_words_ids=None if request.bad_words is None else reader.words(request.bad_words),
+        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         seed=seed % (MAX_SEED + 1),
-        **drafting_params(request),
+        acceptance=request.acceptance,
+        thinking_budget=request.thinking_budget,
     )
 
 
@@ -170,23 +244,12 @@ def sampling(
     room: int,
     logprobs: int | None,
     response_format: ResponseFormat | None,
+    tools_stop: tuple[str, ...] = (),
 ) -> SamplingParams:
     """The parameters of a chat or a completion. Raises InputError for what cannot be."""
-    stop = (request.stop,) if isinstance(request.stop, str) else request.stop
-    bias = None if request.logit_bias is None else {_token(key): value for key, value in request.logit_bias.items()}
-    given = basics(request, max_tokens, room) | _given(
-        min_p=request.min_p,
-        typical_p=request.typical_p,
-        repetition_penalty=request.repetition_penalty,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        min_new_tokens=request.min_tokens,
-        stop=None if stop is None else tuple(stop),
-        stop_token_ids=None if request.stop_token_ids is None else tuple(request.stop_token_ids),
-        ignore_eos=request.ignore_eos,
-        logit_bias=bias,
-        bad_words_ids=None if request.bad_words is None else reader.words(request.bad_words),
-        allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    given = shared(request, reader, max_tokens, room) | _given(
+        stop=(*stop, *tools_stop),
         logprobs=logprobs,
         prompt_logprobs=request.prompt_logprobs,
         n=request.n,
@@ -195,7 +258,9 @@ def sampling(
     return SamplingParams(**given)
 
 
-def structured(outputs: StructuredOutputs | None, wanted: ResponseFormat | None) -> StructuredOutput | None:
+def structured(
+    outputs: StructuredOutputs | None, wanted: ResponseFormat | TextFormat | None
+) -> StructuredOutput | None:
     """What the text must be, by either field. Raises InputError if both say so."""
     shaped = None if wanted is None else formatted(wanted)
     if outputs is None:

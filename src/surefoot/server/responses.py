@@ -10,13 +10,14 @@ from typing import Any
 
 from surefoot.errors import InputError
 from surefoot.sampling import SamplingParams
-from surefoot.server import params
+from surefoot.sequence import TokenLogprobs
+from surefoot.server import params, tokens
 from surefoot.server.backend import Backend, Run, Whole
 from surefoot.server.blocks import Block, Blocks, Change
-from surefoot.server.choices import Finish
+from surefoot.server.choices import Finish, Update
 from surefoot.server.errors import as_api_error
 from surefoot.server.params import Job
-from surefoot.server.schema import Item, ResponsesRequest
+from surefoot.server.schema import FlatChoice, Item, Part, ResponsesRequest
 from surefoot.server.wire import event
 
 
@@ -25,34 +26,49 @@ class Responses:
 
     def __init__(self, backend: Backend, request: ResponsesRequest, run: Run) -> None:
         self.request, self.run = request, run
+        self._tokenizer = backend.reader.tokenizer
         self._ids: dict[int, str] = {}
+        self._waiting: list[TokenLogprobs] = []
+        self._scores: dict[int, list[dict[str, Any]]] = {}  # by block
 
     @staticmethod
     def job(request: ResponsesRequest, backend: Backend) -> Job:
         """What to ask of the engine. Raises InputError, TokenizerError."""
-        messages = [] if not request.instructions else [{"role": "system", "content": request.instructions}]
+        messages: list[dict[str, Any]] = []
+        if request.instructions:
+            messages.append({"role": "system", "content": request.instructions})
         if isinstance(request.input, str):
             messages.append({"role": "user", "content": request.input})
         else:
-            messages += [_message(item) for item in request.input if item.type != "reasoning"]
+            for item in request.input:
+                _add(messages, item)
         if not messages:
             raise InputError("input: expected at least one item, found none")
-        tools = [
-            {"type": "function", "function": {"name": tool.name, "description": tool.description or "",
-                                              "parameters": tool.parameters or {}}}
-            for tool in request.tools or ()
-        ]  # fmt: skip
-        prompt, parser = backend.reader.chat(messages, None if request.tool_choice == "none" else tools)
-        given = params.basics(request, request.max_output_tokens, backend.reader.max_len - len(prompt))
-        if request.text is not None and request.text.format is not None:
-            given["structured"] = params.formatted(request.text.format)
+        choice = request.tool_choice
+        tools = params.tools_of(
+            [{"type": "function", "function": {"name": tool.name, "description": tool.description or "",
+                                               "parameters": tool.parameters or {}}}
+             for tool in request.tools or ()],
+            None if isinstance(choice, FlatChoice) else choice,
+            request.parallel_tool_calls is False,
+            choice.name if isinstance(choice, FlatChoice) else None,
+        )  # fmt: skip
+        thinks = params.thinking_by(None if request.reasoning is None else request.reasoning.effort)
+        prompt, parser = backend.reader.chat(messages, tools, thinks)
+        given = params.shared(request, backend.reader, request.max_output_tokens, backend.reader.max_len - len(prompt))
+        given["structured"] = params.structured(
+            request.structured_outputs, None if request.text is None else request.text.format
+        )
+        given["stop"] = tools.stop
+        if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
+            given["logprobs"] = request.top_logprobs or 0
         return Job((prompt,), SamplingParams(**given), parser=parser, **params.chosen_drafting(request))
 
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""
         blocks = Blocks()
-        for _ in (*blocks.add(wholes[0].deltas), *blocks.close()):
-            pass
+        for update in wholes[0].updates:
+            self._changes(blocks, update)
         return self._response(blocks.all, wholes[0].finish)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -69,10 +85,7 @@ class Responses:
         try:
             async with aclosing(self.run.updates()) as updates:
                 async for update in updates:
-                    changes = list(blocks.add(update.deltas))
-                    if update.finish is not None:
-                        changes += blocks.close()
-                    for change in changes:
+                    for change in self._changes(blocks, update):
                         for kind, body in self._changed(change):
                             yield said(kind, **body)
                     if update.finish is not None:
@@ -81,6 +94,18 @@ class Responses:
         except Exception as error:
             message = as_api_error(error).message
             yield said("error", code="server_error", message=message, param=None)
+
+    def _changes(self, blocks: Blocks, update: Update) -> list[Change]:
+        """What an update changes. A text's log-probabilities are those of all tokens since the last text's end."""
+        self._waiting += update.logprobs or ()
+        changes = list(blocks.add(update.deltas))
+        if update.finish is not None:
+            changes += blocks.close()
+        for change in changes:
+            if change.what == "done" and change.block.kind == "text":
+                self._scores[change.block.index] = tokens.chat_logprobs(self._waiting, self._tokenizer)
+                self._waiting = []
+        return changes
 
     def _response(self, blocks: Seq[Block], finish: Finish | None) -> dict[str, Any]:
         cut = finish is not None and finish.reason == "length"
@@ -103,7 +128,7 @@ class Responses:
             "store": False,
             "temperature": self.run.job.params.temperature,
             "top_p": self.run.job.params.top_p,
-            "tool_choice": request.tool_choice or "auto",
+            "tool_choice": _choice(request),
             "tools": [tool.model_dump() | {"strict": False} for tool in request.tools or ()],
             "metadata": request.metadata or {},
             "usage": None if finish is None else self._usage(),
@@ -133,7 +158,7 @@ class Responses:
             content = [{"type": "reasoning_text", "text": block.text}]
             return {"id": f"rs_{item_id}", "type": "reasoning", "summary": [], "content": content, "status": status}
         return {"id": f"msg_{item_id}", "type": "message", "role": "assistant", "status": status,
-                "content": [_part(block.text)]}  # fmt: skip
+                "content": [self._part(block)]}  # fmt: skip
 
     def _changed(self, change: Change) -> Iterator[tuple[str, dict[str, Any]]]:
         """A change of a block as events."""
@@ -146,7 +171,7 @@ class Responses:
             bare = item | {"arguments": ""} if block.kind == "tool" else item | {"content": []}
             yield "response.output_item.added", at | {"item": bare}
             if block.kind == "text":
-                yield "response.content_part.added", part | {"part": _part("")}
+                yield "response.content_part.added", part | {"part": _part("", [])}
         elif change.what == "grow":
             if block.kind == "tool":
                 yield "response.function_call_arguments.delta", inside | {"delta": change.text}
@@ -161,24 +186,48 @@ class Responses:
             elif block.kind == "thinking":
                 yield "response.reasoning_text.done", part | {"text": block.text}
             else:
-                yield "response.output_text.done", part | {"text": block.text, "logprobs": []}
-                yield "response.content_part.done", part | {"part": _part(block.text)}
+                scores = self._scores.get(block.index, [])
+                yield "response.output_text.done", part | {"text": block.text, "logprobs": scores}
+                yield "response.content_part.done", part | {"part": self._part(block)}
             yield "response.output_item.done", at | {"item": item}
 
+    def _part(self, block: Block) -> dict[str, Any]:
+        return _part(block.text, self._scores.get(block.index, []))
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _message(item: Item) -> dict[str, Any]:
-    """An item of the input as chat templates read it."""
-    if item.type == "function_call":
-        function = {"name": item.name or "", "arguments": params.read_arguments(item.arguments or "")}
-        return {"role": "assistant", "content": "",
-                "tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}  # fmt: skip
+def _choice(request: ResponsesRequest) -> str | dict[str, Any]:
+    choice = request.tool_choice
+    return choice.model_dump() if isinstance(choice, FlatChoice) else choice or "auto"
+
+
+def _add(messages: list[dict[str, Any]], item: Item) -> None:
+    """Add an item of the input as chat templates read it: thoughts, text and calls that follow one another are one
+    message of the assistant."""
     if item.type == "function_call_output":
-        return {"role": "tool", "tool_call_id": item.call_id, "content": item.output or ""}
-    if item.role is None:
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        return
+    if item.type == "message" and item.role is None:
         raise InputError("input.role: expected the role of a message, found none")
-    content = item.content if isinstance(item.content, str) else "".join(part.text for part in item.content or ())
-    return {"role": "system" if item.role == "developer" else item.role, "content": content}
+    role = {"developer": "system", None: "assistant"}.get(item.role, item.role)
+    if role != "assistant":
+        messages.append({"role": role, "content": _text(item.content)})
+        return
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or (item.type == "message" and last["content"]):
+        messages.append({"role": "assistant", "content": ""})
+    last = messages[-1]
+    if item.type == "reasoning":
+        last["reasoning_content"] = last.get("reasoning_content", "") + _text(item.content)
+    elif item.type == "function_call":
+        function = {"name": item.name or "", "arguments": params.read_arguments(item.arguments or "")}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    else:
+        last["content"] = _text(item.content)
+
+
+def _text(content: str | list[Part] | None) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())

@@ -3,11 +3,24 @@ and mean nothing here."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST_STOPS, MOST_WORDS = 64, 1024  # each is looked for at every token
+MOST_TOP = 20  # log-probabilities of a position, as OpenAI has it
+
+
+def _sendable(value: dict[str, Any]) -> dict[str, Any]:
+    """What JSON and UTF-8 can hold: NaN and half surrogate pairs pass Python's reader."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    return value
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_sendable)]
+Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Strict(BaseModel):
@@ -27,17 +40,21 @@ class Ignored(Strict):
 
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Object | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: Any = None
+    moderation: Any = None
+    verbosity: str | None = None
+    prediction: Any = None
 
 
 class StructuredOutputs(Strict):
     """vLLM's field: exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Object | str | None = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -59,14 +76,9 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class Sampling(Drafting, Ignored):
-    """OpenAI's parameters and vLLM's further ones, for chats and completions alike."""
+class Shared(Drafting):
+    """Sampling as every form has it: OpenAI's parameters, and vLLM's further ones."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -77,21 +89,31 @@ class Sampling(Drafting, Ignored):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
     allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+
+
+class Sampling(Shared, Ignored):
+    """The parameters of chats and completions."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    prompt_logprobs: Top | None = None
 
 
 class SchemaFormat(Lenient):
     """The `json_schema` of a response format."""
 
     name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Object | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Lenient):
@@ -104,7 +126,7 @@ class ResponseFormat(Lenient):
 class Part(Lenient):
     """A part of a message's content. Only text is understood."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text"]
     text: str
 
 
@@ -139,7 +161,7 @@ class Function(Lenient):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
 
 
 class Tool(Lenient):
@@ -149,26 +171,41 @@ class Tool(Lenient):
     function: Function
 
 
+class FunctionName(Lenient):
+    """Which function."""
+
+    name: str
+
+
+class ToolChoice(Lenient):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    chat_template_kwargs: Object | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Effort | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions. A prompt is text or token ids, or a list of those."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    logprobs: Top | None = None
     echo: bool | None = None
     best_of: None = None
     suffix: None = None
@@ -183,7 +220,7 @@ class Block(Lenient):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Object | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
 
@@ -200,44 +237,70 @@ class AnthropicTool(Lenient):
 
     name: str
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Object
 
 
 class Thinking(Lenient):
     """Whether to think, and for how many tokens."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
 
 
 class AnthropicChoice(Lenient):
     """Which tools to call."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
-class MessagesRequest(Drafting):
-    """POST /v1/messages."""
+class OutputFormat(Lenient):
+    """What the text must be."""
+
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(Lenient):
+    """How the answer should be."""
+
+    format: OutputFormat | None = None
+
+
+class CountRequest(Strict):
+    """POST /v1/messages/count_tokens. The last fields mean nothing here."""
 
     model: str | None = None
     messages: list[AnthropicMessage] = Field(min_length=1)
-    max_tokens: int
     system: str | list[Block] | None = None
-    stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
-    metadata: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
+
+    cache_control: Any = None
+    context_management: Any = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessagesRequest(Shared, CountRequest):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+
+    diagnostics: Any = None
+    inference_geo: str | None = None
+    metadata: Object | None = None
     service_tier: str | None = None
 
 
 class Item(Lenient):
-    """An item of the input of /v1/responses: a message, a call, or what a call gave."""
+    """An item of the input of /v1/responses: a message, thoughts, a call, or what a call gave."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -245,14 +308,14 @@ class Item(Lenient):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | None = None
+    output: str | list[Part] | None = None
 
 
 class TextFormat(Lenient):
     """The format of /v1/responses' text."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: Object | None = Field(None, alias="schema")
 
 
 class TextOptions(Lenient):
@@ -261,16 +324,29 @@ class TextOptions(Lenient):
     format: TextFormat | None = None
 
 
+class Reasoning(Lenient):
+    """Whether to think."""
+
+    effort: Effort | None = None
+
+
 class FlatTool(Lenient):
     """A tool of /v1/responses."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
 
 
-class ResponsesRequest(Drafting, Ignored):
+class FlatChoice(Lenient):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Shared, Ignored):
     """POST /v1/responses. Nothing is kept between requests."""
 
     model: str | None = None
@@ -278,16 +354,16 @@ class ResponsesRequest(Drafting, Ignored):
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    stream_options: StreamOptions | None = None
     text: TextOptions | None = None
     tools: list[FlatTool] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
+    top_logprobs: Top | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    reasoning: Reasoning | None = None
     previous_response_id: None = None
+    conversation: None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[str] | None = None
-    reasoning: dict[str, Any] | None = None
+    max_tool_calls: Any = None

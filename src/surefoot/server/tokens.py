@@ -31,13 +31,13 @@ def completion_logprobs(
         texts.append(text)
         offsets.append(offset)
         offset += len(text)
-        logprobs.append(None if entry is None else entry.logprob)
+        logprobs.append(None if entry is None else _finite(entry.logprob))
         if entry is None:
             tops.append(None)
             continue
         top: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-            top.setdefault(_text(token, tokenizer), logprob)
+            top.setdefault(_text(token, tokenizer), _finite(logprob))
         tops.append(top)
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
@@ -48,15 +48,20 @@ def prompt_logprobs(entries: Seq[TokenLogprobs | None], tokenizer: Tokenizer) ->
         None
         if entry is None
         else {
-            str(token): {"logprob": logprob, "decoded_token": _text(token, tokenizer)}
+            str(token): {"logprob": _finite(logprob), "decoded_token": _text(token, tokenizer)}
             for token, logprob in (*entry.top, (entry.token, entry.logprob))
         }
         for entry in entries
     ]
 
 
+def _finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(logprob, -9999.0)
+
+
 def _named(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"token": _text(token, tokenizer), "logprob": logprob, "bytes": _bytes(token, tokenizer)}
+    return {"token": _text(token, tokenizer), "logprob": _finite(logprob), "bytes": _bytes(token, tokenizer)}
 
 
 def _text(token: int, tokenizer: Tokenizer) -> str:
