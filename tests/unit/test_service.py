@@ -294,7 +294,7 @@ def test_fifty_submitters_some_of_whom_go_away() -> None:
     assert sum(stats.ended.values()) == len(outcomes)
     assert stats.refused == refused[0]
     assert {ticket.finish_reason for ticket, leaves in outcomes if not leaves} <= {"stop", "length"}
-    assert stats.ended["cancelled"] > 5
+    assert stats.ended["cancelled"] > 0
     assert stats.tokens == sum(ticket.stats.tokens for ticket, _ in outcomes)
     assert stats.accepted == sum(ticket.stats.accepted for ticket, _ in outcomes) > 0
     assert sum(stats.first_token.counts) == sum(ticket.stats.first_token is not None for ticket, _ in outcomes)
