@@ -1,4 +1,7 @@
-"""A target and drafters small enough to enumerate: a table for a model, and a strict reading of the Protocols."""
+"""A target and drafters small enough to enumerate: a table for a model, and a strict reading of the Protocols.
+
+One long file: the fakes build on one another, and tests of every part draw on them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from surefoot.engine.loop import StepRecord, prefill, step
+from surefoot.engine.target import DecoderTarget
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Scores, Verdict, Window
@@ -418,3 +422,17 @@ class ListGrammar:
             self.push(tokens[-1])
         self.read = self.read[:begun]
         return tokens
+
+
+def keep_drafts_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sabotage checkpoints' targets: every draft token is made the likeliest, and so kept."""
+    honest = DecoderTarget.verify
+
+    def verify(self: DecoderTarget, windows: Seq[Window]) -> list[Scores]:
+        scores = honest(self, windows)
+        for window, score in zip(windows, scores, strict=True):
+            for row, token in enumerate(window.tokens[1:]):
+                score.logits[row, token] += 1e6
+        return scores
+
+    monkeypatch.setattr(DecoderTarget, "verify", verify)

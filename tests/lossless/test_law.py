@@ -3,6 +3,8 @@
 The exact law of `engine.loop.step` at temperature > 0 under the p/q rule is computed: `Dice` walks through every
 outcome of the drafter's draws and of verification's uniforms. Greedy and coupled decoding are compared token by token
 with plain decoding. Cases are those of docs/acceptance.md's two rules and of public bug reports, by their number.
+
+One long file: every drafter, rule and control is put to the one enumeration of the law.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`surefoot bench`: what a step must move, what is refused, and that a run that is not lossless gives no number."""
+"""`surefoot bench`: what a step must move, what is refused, and that a run that is not lossless gives no number.
+
+One long file: the parts of the benchmark are tried on the same small models and settings.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from surefoot.loading.tiny import byte_tokenizer, tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
 from surefoot.sampling import SamplingParams
 from surefoot.types import Scores, Window
-from tests.fakes import TableTarget, hashed_rows
+from tests.fakes import TableTarget, hashed_rows, keep_drafts_unseen
 
 CONFIG = tiny_config(layer_types=("linear_attention", "full_attention"))
 SMALL = ("--context", 9, "--tokens", 6, "--rounds", 2, "--prompts", 2, "--depths", "1,2", "--dtype", "float32")
@@ -329,16 +332,7 @@ class TestNotLossless:
     def test_a_drafter_whose_tokens_are_kept_unseen(
         self, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        honest = DecoderTarget.verify
-
-        def verify(self: DecoderTarget, windows: Seq[Window]) -> list[Scores]:
-            scores = honest(self, windows)
-            for window, score in zip(windows, scores, strict=True):
-                for row, token in enumerate(window.tokens[1:]):
-                    score.logits[row, token] += 1e6
-            return scores
-
-        monkeypatch.setattr(DecoderTarget, "verify", verify)
+        keep_drafts_unseen(monkeypatch)
         saved = tmp_path / "x.json"
         line = refused(call("-m", model, *SMALL, "--json", saved), 1, saved)
         assert "MTP, K = 1, prompt 0: token" in line

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import pytest
 from benchmarks import identity
 from surefoot.bench.run import load_model
 from surefoot.bench.settings import Settings
-from surefoot.engine.target import DecoderTarget
 from surefoot.loading.tiny import byte_tokenizer, tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
-from surefoot.types import Scores, Window
+from tests.fakes import keep_drafts_unseen
 
 CONFIG = tiny_config(layer_types=("linear_attention", "full_attention"))
 OPTIONS = ("--prompts", 5, "--context", 20, "--tokens", 6, "--depths", 1, 3, "--batches", 1, 4, "--dtypes", "float32")
@@ -49,16 +47,7 @@ def test_all_are_counted(
 def test_a_draft_that_is_kept_unseen_is_noticed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    honest = DecoderTarget.verify
-
-    def verify(self: DecoderTarget, windows: Seq[Window]) -> list[Scores]:
-        scores = honest(self, windows)
-        for window, score in zip(windows, scores, strict=True):
-            for row, token in enumerate(window.tokens[1:]):
-                score.logits[row, token] += 1e6
-        return scores
-
-    monkeypatch.setattr(DecoderTarget, "verify", verify)
+    keep_drafts_unseen(monkeypatch)
     saved = tmp_path / "x.json"
     with pytest.raises(SystemExit) as end:
         call(monkeypatch, "--model", model, *OPTIONS, "--drafters", "none", "mtp", "--json", saved)

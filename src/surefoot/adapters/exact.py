@@ -116,7 +116,7 @@ class RowLinear(nn.Module):
         return out.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class BlockLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers' class has no types: mypy takes it for Any
     """Keys and values of one layer, [1, Hkv, capacity, D]. `update` gives whole blocks: what stands past the last token
     is finite and must be masked."""
 

@@ -1,4 +1,7 @@
-"""`Engine`: a target, a drafter, a tokenizer, and what callers ask of them."""
+"""`Engine`: a target, a drafter, a tokenizer, and what callers ask of them.
+
+One long file: most of it is the arguments of the public entry, checked and told about where they come in.
+"""
 
 from __future__ import annotations
 

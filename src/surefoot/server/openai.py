@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
@@ -39,7 +40,7 @@ def usage(run: Run) -> dict[str, Any]:
     }
 
 
-class Form:
+class Form(ABC):
     """What chats and completions have in common: whole answers and streams over the same updates."""
 
     name = ""
@@ -49,21 +50,21 @@ class Form:
         self.backend, self.request, self.run = backend, request, run
         self.tokenizer = backend.reader.tokenizer
 
+    @abstractmethod
     def choice(self, choice: Choice, whole: Whole) -> dict[str, Any]:
         """A whole choice, but for how it ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """What a stream says of a choice in front of its text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def piece(self, choice: Choice, update: Update) -> dict[str, Any] | None:
         """What a stream says of an update, but for how it ended; None for nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self) -> dict[str, Any]:
         """What a stream says where there is nothing new to say."""
-        raise NotImplementedError
 
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""

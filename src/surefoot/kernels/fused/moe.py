@@ -18,6 +18,8 @@ reduction within the row.
 
 "The last to arrive" is counted with an integer atomic, set back to zero by that program; what is added up was stored,
 and is added in a fixed order.
+
+One long file: the three kernels share the slots' layout and order, and are read against the one reference.
 """
 
 from __future__ import annotations

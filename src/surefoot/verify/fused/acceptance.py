@@ -3,6 +3,8 @@
 Greedy and coupled sequences keep the draft while it equals the target's choices; sequences under the p/q rule are
 judged as `surefoot.verify.accept` does, in float64 with every sum in a fixed order. The host learns of it by a record
 and may read it while the next step runs.
+
+One long file: the rule's kernels hand one another their workspace, and are read against the one reference.
 """
 
 from __future__ import annotations
