@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from surefoot.kernels.fused.linear import (
     linear,
     linear_reference,
 )
-from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised, Weight, from_stored, quantise
+from surefoot.kernels.quantise import FLOAT8, GROUP, Quantised, Weight, from_stored, in_halves, quantise
 
 EPILOGUES: list[Epilogue] = ["store", "add", "swiglu"]
 TILINGS = [Tiling(16, 64), Tiling(32, 32), Tiling(16, 32, parts=3)]
@@ -112,19 +114,38 @@ def in_squares(weight: Tensor, dtype: torch.dtype) -> Quantised:
     return from_stored(weight.to(FLOAT8), scale, dtype)
 
 
+@pytest.mark.parametrize("inner", [300, 384])  # the second in whole groups: halves that are widened together
 @pytest.mark.parametrize("squares", [False, True], ids=["rows", "squares"])
 @pytest.mark.parametrize("tiling", [Tiling(16, 64), Tiling(16, 128, parts=3), None], ids=["64", "128/3", "chosen"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_narrow_weights(device: torch.device, dtype: torch.dtype, tiling: Tiling | None, squares: bool) -> None:
-    features, inner = 70, 300
+def test_narrow_weights(
+    device: torch.device, dtype: torch.dtype, tiling: Tiling | None, squares: bool, inner: int
+) -> None:
+    features = 70
     weight = random(2 * features, inner, device=device, seed=1) / inner**0.5
     narrow = in_squares(weight, dtype) if squares else quantise(weight.to(dtype))
     x = random(5, inner, device=device).to(dtype)
     for epilogue, part in (("store", slice(features)), ("swiglu", slice(None))):
-        taken = Quantised(narrow.weight[part], narrow.scale[part], dtype)
+        taken = in_halves(Quantised(narrow.weight[part], narrow.scale[part], dtype))
+        assert taken.halved == (inner == 384)
+        if taken.halved and tiling is not None and tiling.block_k < GROUP:
+            tiling = replace(tiling, block_k=GROUP)
         options = {"squares": random(5, 3, device=device).square(), "eps": 1e-6, "epilogue": epilogue}
         expected = run(linear_reference, x, taken, features, **options)
         found = run(linear, x, taken, features, tiling=tiling, **options)
         assert (found - expected).norm() / expected.norm() < (1e-5 if dtype == torch.float32 else 2e-3)
         alone = {**options, "squares": options["squares"][3:4]}  # type: ignore[index]
         assert torch.equal(run(linear, x[3:4], taken, features, tiling=tiling, **alone)[0], found[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_float8_number_is_widened_exactly(device: torch.device, dtype: torch.dtype) -> None:
+    """Each of the 254 patterns that are numbers, in both halves of a group, through a product that picks them out."""
+    patterns = torch.tensor([p for p in range(256) if p & 0x7F != 0x7F], dtype=torch.uint8)
+    rows = patterns[:, None].expand(-1, GROUP).contiguous().to(device).view(FLOAT8)
+    weight = in_halves(Quantised(rows, torch.ones(len(patterns), 1, device=device), dtype))
+    for one in (0, GROUP // 2 - 1, GROUP // 2, GROUP - 1):
+        x = torch.zeros(1, GROUP, dtype=dtype, device=device)
+        x[0, one] = 1.0
+        found = run(linear, x, weight, len(patterns))
+        assert torch.equal(found[0], rows[:, one].float())

@@ -16,6 +16,7 @@ from surefoot.kernels.quantise import (
     Weight,
     dense_of,
     from_stored,
+    in_halves,
     merge,
     quantise,
 )
@@ -47,6 +48,23 @@ def test_squares_of_published_checkpoints() -> None:
     dense = from_stored(weight, scale, torch.float32).dense()
     for row, column in ((0, 0), (127, 128), (128, 127), (199, 299)):
         assert dense[row, column] == weight[row, column].float() * scale[row // GROUP, column // GROUP]
+
+
+def test_numbers_in_halves_stand_for_the_same() -> None:
+    for weight in (
+        quantise(random(3, 5, 2 * GROUP)),
+        from_stored(random(7, 384).to(FLOAT8), random(1, 3), torch.float32),
+    ):
+        halved = in_halves(weight)
+        assert halved.halved
+        assert in_halves(halved) is halved
+        numbers, lanes = weight.weight.float(), halved.weight.float()
+        assert torch.equal(lanes[..., 0::2][..., :64], numbers[..., :64])
+        assert torch.equal(lanes[..., 1::2][..., :64], numbers[..., 64:GROUP])
+        assert torch.equal(halved.dense(), weight.dense())
+        assert torch.equal(halved.unbind()[1].dense(), weight.dense()[1])
+    broken = quantise(random(3, 200))
+    assert in_halves(broken) is broken
 
 
 def test_merged_rows_keep_their_scales() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from surefoot.kernels.quantise import Quantised, Weight, dense_of, merge, on_rows, quantise
+from surefoot.kernels.quantise import Quantised, Weight, dense_of, in_halves, merge, on_rows, quantise
 from surefoot.kernels.rows import CUDA_ROWS, MIN_ROWS
 
 SINGLE = 1  # exact by construction
@@ -145,7 +145,7 @@ class LinearFactory:
         """One linear layer over the rows of all `weights` [out_i, in], in order: projections that read one input
         are one product. Where only some are in 8 bits it is computed with plain ones."""
         weight = merge([self.cut(weight) for weight in weights])
-        return self.whole(weight) if isinstance(weight, Tensor) else _in_blocks(weight)
+        return self.whole(weight) if isinstance(weight, Tensor) else _in_blocks(in_halves(weight))
 
     def beside(self, *weights: Weight) -> Linear:
         """The same, but in as many layers as it takes to leave every weight as it is: a checkpoint in 8 bits keeps the

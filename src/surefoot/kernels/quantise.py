@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ CHUNK = 2**26  # elements quantised at once, for they are float32 then
 @dataclass(frozen=True)
 class Quantised:
     """`weight` FLOAT8 [..., N, K] times `scale` float32 [..., N, 1], or [..., N, ceil(K / GROUP)] in groups; it stands
-    for a weight of type `dtype`."""
+    for a weight of type `dtype`. If `halved`, every `GROUP` inputs' numbers stand in the order of `in_halves`."""
 
     weight: Tensor
     scale: Tensor
     dtype: torch.dtype
+    halved: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -46,7 +47,7 @@ class Quantised:
     def unbind(self) -> tuple[Quantised, ...]:
         """Views along the first axis."""
         pairs = zip(self.weight.unbind(), self.scale.unbind(), strict=True)
-        return tuple(Quantised(weight, scale, self.dtype) for weight, scale in pairs)
+        return tuple(replace(self, weight=weight, scale=scale) for weight, scale in pairs)
 
     def in_groups(self) -> Tensor:
         """The scales [..., N, ceil(K / GROUP)]."""
@@ -54,7 +55,8 @@ class Quantised:
 
     def dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in `dtype`, or another one."""
-        dense = self.weight.to(dtype or self.dtype)
+        numbers = _interleaved(self.weight, GROUP // 2, 2).view(self.shape) if self.halved else self.weight
+        dense = numbers.to(dtype or self.dtype)
         width = GROUP if self.groups > 1 else dense.shape[-1]
         for part, scale in zip(dense.split(width, dim=-1), self.scale.split(1, dim=-1), strict=True):
             part.mul_(scale)  # in float32, rounded once
@@ -62,6 +64,21 @@ class Quantised:
 
 
 Weight = Tensor | Quantised
+
+
+def _interleaved(numbers: Tensor, rows: int, columns: int) -> Tensor:
+    """Every `GROUP` numbers of the last axis, as `rows` of so many columns, column by column."""
+    groups = numbers.view(torch.uint8).unflatten(-1, (-1, rows, columns))  # not every operation knows FLOAT8
+    return groups.transpose(-1, -2).contiguous().view(FLOAT8)
+
+
+def in_halves(weight: Quantised) -> Quantised:
+    """The weight with every `GROUP` inputs in the order 0, 64, 1, 65, ...: two neighbouring bytes then belong to the
+    same place of the group's two halves, and a kernel widens them together, each half a tile of its own. Unchanged if
+    the last group is not whole."""
+    if weight.halved or weight.shape[-1] % GROUP:
+        return weight
+    return replace(weight, weight=_interleaved(weight.weight, 2, GROUP // 2).view(weight.shape), halved=True)
 
 
 def dense_of(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
@@ -103,12 +120,13 @@ def on_rows(change: Callable[..., Tensor], *weights: Weight) -> Weight:
     it moves numbers and scales alike. Where only some are in 8 bits, these are made plain first, so that none loses
     any."""
     narrow = [weight for weight in weights if isinstance(weight, Quantised)]
+    assert len({weight.halved for weight in narrow}) <= 1, "rows whose numbers stand in one order"
     if len(narrow) < len(weights):
         return change(*(dense_of(weight) for weight in weights))
     several = any(weight.groups > 1 for weight in narrow)
     scale = change(*(weight.in_groups() if several else weight.scale for weight in narrow))
     numbers = change(*(weight.weight.view(torch.uint8) for weight in narrow))  # not every operation knows FLOAT8
-    return Quantised(numbers.view(FLOAT8), scale.contiguous(), narrow[0].dtype)
+    return replace(narrow[0], weight=numbers.view(FLOAT8), scale=scale.contiguous())
 
 
 def merge(weights: Seq[Weight]) -> Weight:

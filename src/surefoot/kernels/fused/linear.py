@@ -31,6 +31,7 @@ from surefoot.kernels.fused.launch import (
     product,
     silu,
     wait_for_inputs,
+    widened,
 )
 from surefoot.kernels.quantise import GROUP, Quantised, Weight, dense_of, scales_of
 
@@ -51,6 +52,7 @@ class Tiling:
 
 
 MAX_PARTS = 4
+HALF = tl.constexpr(GROUP // 2)
 SPLIT_FEATURES = 5120  # output features above which one part is enough to fill the card
 
 
@@ -80,7 +82,9 @@ def tiling_of(weight: Weight, paired: bool) -> Tiling:
     narrow = isinstance(weight, Quantised) and weight.dtype.itemsize < 4  # float32 products need float32's tiles
     tiling = choose_tiling(features // (1 + paired), inner, 1 if narrow else weight.dtype.itemsize, paired)
     if isinstance(weight, Quantised) and weight.groups > 1:
-        return replace(tiling, block_k=min(tiling.block_k, GROUP))
+        tiling = replace(tiling, block_k=min(tiling.block_k, GROUP))
+    if isinstance(weight, Quantised) and weight.halved:
+        tiling = replace(tiling, block_k=max(tiling.block_k, GROUP))
     return tiling
 
 
@@ -189,6 +193,10 @@ def linear(
     assert weight.shape == (features * (1 + paired), inner), f"{weight.shape} {features} {inner}"
     assert tiling.parts == 1 or workspace is not None
     numbers, row_scale, groups = scales_of(weight)
+    halved = isinstance(weight, Quantised) and weight.halved
+    if halved:
+        assert tiling.block_k % GROUP == 0, "both halves of a group are in one tile"
+        numbers = numbers.view(torch.int16)
     assert groups <= 1 or GROUP % tiling.block_k == 0, "a tile's inputs have one scale"
     if tiling.ahead > inner or inner % 64:  # nothing to gain, and the requests must be aligned
         tiling = replace(tiling, ahead=0)
@@ -206,7 +214,7 @@ def linear(
         SQUARES=0 if squares is None else squares.shape[1],
         SQUARES_BLOCK=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
         SHRINK_IN=shrink_of(x.dtype), SHRINK_OUT=shrink_of(into.scaled.dtype),
-        GROUPS=groups, GROUP=GROUP, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None,
+        GROUPS=groups, GROUP=GROUP, HALVED=halved, PAIRED=paired, ADD=epilogue == "add", FEED=feed is not None,
         AHEAD=tiling.ahead, EARLY=early, INTERPRETED=INTERPRET, num_warps=tiling.warps, num_stages=tiling.stages,
         **launch_options(x.device),
     )  # fmt: skip
@@ -219,6 +227,40 @@ def scaled_by_group(sums, scale, row, group, GROUPS: tl.constexpr):
     if GROUPS > 1:
         sums *= tl.load(scale + row * GROUPS + tl.minimum(group, GROUPS - 1))[None, :]
     return sums
+
+
+@triton.jit
+def _inputs(x, present, start, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, HALVED: tl.constexpr):
+    """BLOCK_K inputs of each row from `start` on: all of them, twice; if `HALVED`, those of the groups' first halves
+    and those of their second halves."""
+    k = start + tl.arange(0, BLOCK_K)
+    if HALVED:
+        lane = tl.arange(0, BLOCK_K // 2)
+        k = start + lane // HALF * (2 * HALF) + lane % HALF
+    if K % (BLOCK_K * PARTS) != 0:
+        present &= (k < K)[None, :]
+    low = tl.load(x + k[None, :], present, 0.0)
+    if HALVED:
+        return low, tl.load(x + k[None, :] + HALF, present, 0.0)
+    return low, low
+
+
+@triton.jit
+def _tile_sums(
+    low, high, weight, start, K: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    HALVED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The inputs times BLOCK_K columns of the weight's rows [BLOCK_N, 1] from `start` on."""
+    lanes: tl.constexpr = 2 if HALVED else 1
+    column = start // lanes + tl.arange(0, BLOCK_K // lanes)[None, :]
+    whole: tl.constexpr = K % (BLOCK_K * PARTS) == 0
+    w = tl.load(weight + column) if whole else tl.load(weight + column, column < K // lanes, 0.0)
+    if HALVED:
+        first, second = widened(w, low, INTERPRETED)
+        return product(low, tl.trans(first), INTERPRETED) + product(high, tl.trans(second), INTERPRETED)
+    if GROUPS > 0:
+        w = w.to(low.dtype)
+    return product(low.to(w.dtype), tl.trans(w), INTERPRETED)
 
 
 @triton.jit
@@ -252,8 +294,9 @@ def _linear_kernel(
     x, weight, squares_in, row_scale, out, norm, scaled, squares, sums, counters, rows, eps,
     N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, SQUARES: tl.constexpr, SQUARES_BLOCK: tl.constexpr, SHRINK_IN: tl.constexpr,
-    SHRINK_OUT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, ADD: tl.constexpr,
-    FEED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr, DEPENDENT: tl.constexpr,
+    SHRINK_OUT: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HALVED: tl.constexpr, PAIRED: tl.constexpr,
+    ADD: tl.constexpr, FEED: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, INTERPRETED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -262,18 +305,21 @@ def _linear_kernel(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     x += m[:, None] * K
-    row = (n % N).to(tl.int64) * K  # rows past the end wrap around: no mask in the loop, nothing stored
+    lanes: tl.constexpr = 2 if HALVED else 1  # inputs to an element in memory
+    row = (n % N).to(tl.int64) * (K // lanes)  # rows past the end wrap around: no mask in the loop, nothing stored
+    up_row = row + N * (K // lanes)
+    present = (m < rows)[:, None]
     blocks_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     per_part: tl.constexpr = (blocks_k + PARTS - 1) // PARTS
     first = part * per_part * BLOCK_K
     # The beginning of each weight row, asked for while the kernel before this one still runs.
     if AHEAD > 0:
-        quarter: tl.constexpr = AHEAD // 4
-        ahead = weight + row[:, None] + tl.minimum(first, K - AHEAD) + (tl.arange(0, 4) * quarter)[None, :]
+        quarter: tl.constexpr = AHEAD // (4 * lanes)
+        spot = tl.minimum(first, K - AHEAD) // lanes + (tl.arange(0, 4) * quarter)[None, :]
         size: tl.constexpr = quarter * weight.dtype.element_ty.primitive_bitwidth // 8
-        prefetch(ahead, size, DEPENDENT)
+        prefetch(weight + row[:, None] + spot, size, DEPENDENT)
         if PAIRED:
-            prefetch(ahead + N * K, size, DEPENDENT)
+            prefetch(weight + up_row[:, None] + spot, size, DEPENDENT)
     gain = tl.zeros((BLOCK_N,), tl.float32)
     if FEED:
         gain = tl.load(norm + n, n < N, 0.0) * SHRINK_OUT
@@ -294,26 +340,12 @@ def _linear_kernel(
     up = tl.zeros((TILE_ROWS, BLOCK_N), tl.float32)
     for step in range(per_part):
         start = first + step * BLOCK_K
-        k = start + tl.arange(0, BLOCK_K)
-        if K % (BLOCK_K * PARTS) == 0:
-            a = tl.load(x + k[None, :], (m < rows)[:, None], 0.0)
-            w = tl.load(weight + row[:, None] + k[None, :])
-        else:
-            inside = k < K
-            a = tl.load(x + k[None, :], (m < rows)[:, None] & inside[None, :], 0.0)
-            w = tl.load(weight + row[:, None] + k[None, :], inside[None, :], 0.0)
-        if GROUPS > 0:
-            w = w.to(a.dtype)
-        a = a.to(w.dtype)
-        gate += scaled_by_group(product(a, tl.trans(w), INTERPRETED), row_scale, n % N, start // GROUP, GROUPS)
+        low, high = _inputs(x, present, start, K, BLOCK_K, PARTS, HALVED)
+        one = _tile_sums(low, high, weight + row[:, None], start, K, BLOCK_K, PARTS, GROUPS, HALVED, INTERPRETED)
+        gate += scaled_by_group(one, row_scale, n % N, start // GROUP, GROUPS)
         if PAIRED:
-            if K % (BLOCK_K * PARTS) == 0:
-                w = tl.load(weight + (N * K + row)[:, None] + k[None, :])
-            else:
-                w = tl.load(weight + (N * K + row)[:, None] + k[None, :], (k < K)[None, :], 0.0)
-            if GROUPS > 0:
-                w = w.to(a.dtype)
-            up += scaled_by_group(product(a, tl.trans(w), INTERPRETED), row_scale, N + n % N, start // GROUP, GROUPS)
+            one = _tile_sums(low, high, weight + up_row[:, None], start, K, BLOCK_K, PARTS, GROUPS, HALVED, INTERPRETED)
+            up += scaled_by_group(one, row_scale, N + n % N, start // GROUP, GROUPS)
 
     if not EARLY:
         let_next_start(DEPENDENT)
