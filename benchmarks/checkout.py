@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 from surefoot.bench.machine import Machine, Watch, versions
@@ -15,5 +14,6 @@ ROOT = Path(__file__).parent.parent
 def machine(watch: Watch) -> Machine:
     """The machine since the watch began, with the command and the checkout's commit, marked if files differ from it."""
     found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    ours = f"{version('surefoot')} ({found.stdout.strip() or 'no commit known'})"
-    return watch.machine(" ".join(["python", *sys.argv]), versions() | {"surefoot": ours})
+    installed = versions()
+    ours = f"{installed.get('surefoot', 'not installed')} ({found.stdout.strip() or 'no commit known'})"
+    return watch.machine(" ".join(["python", *sys.argv]), installed | {"surefoot": ours})
