@@ -105,7 +105,9 @@ def _source(wanted: StructuredOutput) -> str:
     """The grammar in the library's own notation."""
     if wanted.json_schema is not None:
         assert isinstance(wanted.json_schema, str)
-        return LLMatcher.grammar_from_json_schema(wanted.json_schema)
+        # White space between the parts could go on for ever, and a model that likes it never comes to the end. A schema
+        # that wants it says so itself, in its "x-guidance".
+        return LLMatcher.grammar_from_json_schema(wanted.json_schema, defaults={"whitespace_flexible": False})
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
