@@ -15,9 +15,7 @@ import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,8 @@ from typing import Any
 
 import httpx2 as httpx
 
-COMMAND = [sys.executable, "-c", "from surefoot.cli.main import run; run()", "serve", "--port", "0"]
+from surefoot.cli.bench_server import started
+
 PROMPTS = (
     "def fibonacci(n):\n    ",
     "import os\nimport sys\n\n\ndef main():\n",
@@ -155,18 +154,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--model", default="surefoot-demo")
     args = parser.parse_args()
-    command = [*COMMAND, "--model", args.model, "--slots", str(args.slots), "--max-len", "1024"]
+    wanted = ["--model", args.model, "--slots", str(args.slots), "--max-len", "1024"]
     # Those that left still wait until the next step, while the same client asks again.
-    server = subprocess.Popen([*command, "--queue-limit", str(2 * args.clients)], stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    try:
-        line = next((line for line in server.stderr if " at http" in line), "")
-        url = line.rsplit(" at ", 1)[-1].strip()
-        threading.Thread(target=server.stderr.read, daemon=True).start()  # its log, lest the pipe fills up
-        faults = asyncio.run(load(url, server.pid, args.clients, args.seconds))
-    finally:
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(60)
+    with started([*wanted, "--queue-limit", str(2 * args.clients)]) as server:
+        faults = asyncio.run(load(server.url, server.process.pid, args.clients, args.seconds))
+    code = server.process.returncode
     if code not in (0, -signal.SIGTERM):
         faults.append(f"exit: expected 0 or SIGTERM's, found {code}")
     for fault in faults[:20]:

@@ -90,11 +90,22 @@ def test_models_and_health(live: Live, client: openai.OpenAI) -> None:
     assert httpx.get(f"{live.url}/static/app.js").status_code == 200
 
 
+def samples(live: Live) -> dict[str, float]:
+    """What /metrics says, by name and labels."""
+    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
 def test_metrics_and_stats(live: Live) -> None:
-    complete(live)
-    text = httpx.get(f"{live.url}/metrics").text
-    assert 'surefoot_http_answers_total{path="/v1/completions",status="200"}' in text
-    assert "surefoot_time_to_first_token_seconds_bucket" in text
+    before = samples(live)
+    complete(live, drafter="none", max_tokens=24, ignore_eos=True)
+    after = samples(live)
+    assert 'surefoot_http_answers_total{path="/v1/completions",status="200"}' in after
+    for name, times in (("time_to_first_token", 1), ("inter_token", 23)):  # 24 tokens have 23 gaps
+        name = f"surefoot_{name}_seconds"
+        assert after[f"{name}_count"] - before.get(f"{name}_count", 0) == times
+        assert after[f"{name}_sum"] > before.get(f"{name}_sum", 0)
+        assert after[f'{name}_bucket{{le="+Inf"}}'] == after[f"{name}_count"]
     stats = httpx.get(f"{live.url}/stats").json()
     assert stats["slots"] == 4
     assert stats["running"] == stats["queued"] == 0

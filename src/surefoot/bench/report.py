@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from surefoot.bench.cost import Ceiling, StepBytes
 from surefoot.bench.lossless import Verdict
@@ -76,7 +76,14 @@ class Report:
         }
 
 
-def save(path: Path, reports: Seq[Report]) -> None:
+class Saved(Protocol):
+    """A report of any kind."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+
+
+def save(path: Path, reports: Seq[Saved]) -> None:
     """Write them as JSON: one report, or a list of several."""
     listed = [report.as_dict() for report in reports]
     path.write_text(json.dumps(listed[0] if len(listed) == 1 else listed, indent=1) + "\n", encoding="utf-8")

@@ -30,7 +30,8 @@ class Method:
     @property
     def name(self) -> str:
         """As tables have it."""
-        return f"{LABELS[self.drafter]}, K = {self.depth}" if self.depth else LABELS[self.drafter]
+        label = LABELS.get(self.drafter, self.drafter)
+        return f"{label}, K = {self.depth}" if self.depth else label
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from surefoot.bench.machine import Machine
 from surefoot.bench.measure import LIBRARY, Row
 from surefoot.bench.report import Report
+from surefoot.bench.server import ServerReport
 from surefoot.bench.turns import Spread
 
 
@@ -23,12 +25,8 @@ def renderables(report: Report) -> Iterator[RenderableType]:
         f"[bold]{report.model}[/bold]{weights}, {config['dtype']}, context {config['context']}, "
         f"batch {config['batch']}, {config['tokens']} tokens, greedy"
     )
-    versions = ", ".join(" ".join(pair) for pair in machine.versions.items())
-    yield f"{report.device}, threads: {machine.threads}; {versions}"
-    yield (
-        f"load {machine.load[0]:.2f} before, {machine.load[1]:.2f} after; other processes used "
-        f"{machine.elsewhere:.0%} of the cores meanwhile"
-    )
+    yield f"{report.device}, threads: {machine.threads}; {_versions(machine)}"
+    yield _load(machine)
     yield _verdict(report)
     for note in report.notes:
         yield f"note: {note}"
@@ -55,6 +53,47 @@ def summary(reports: Seq[Report]) -> Table:
             f"{report.memory.total / 1e9:.2f}",
         )  # fmt: skip
     return table
+
+
+def served(report: ServerReport) -> Iterator[RenderableType]:
+    """Heading, verdict and speeds of a server."""
+    config, machine = report.config, report.machine
+    yield (
+        f"[bold]{report.model}[/bold], served; {report.requests} requests of {report.prompt_tokens:.0f} tokens on "
+        f"average, {config['tokens']} new ones each, greedy"
+    )
+    if machine is not None:
+        yield f"{config['device']}, {config['dtype']}; {machine.cpu}; {_versions(machine)}"
+        yield _load(machine)
+    yield f"lossless: {report.compared} texts equal those of the same requests alone ({report.alone})"
+    if report.cached_tokens:
+        yield f"note: {report.cached_tokens} tokens of prompts were not read again, so first tokens came sooner"
+    first = config["concurrency"][0]
+    table = _table("", "at once", "tokens/s", "least to most", f"× {first} at once", "a request's", "first token ms",
+                   "95 %", "token to token ms", "95 %", "accepted")  # fmt: skip
+    for row in report.rows:
+        table.add_row(
+            row.name, str(row.concurrency), f"{row.tokens_per_second.median:.1f}", _ends(row.tokens_per_second, 1),
+            f"{row.to_first:.2f}", f"{row.per_request:.1f}", f"{row.first_ms.median:.1f}", f"{row.first_ms.p95:.1f}",
+            f"{row.between_ms.median:.2f}", f"{row.between_ms.p95:.2f}",
+            "" if row.acceptance_rate is None else f"{row.acceptance_rate:.0%}",
+        )  # fmt: skip
+    table.caption = (
+        f"medians of {config['rounds']} rounds in which all took turns; of the latencies, over all requests; a step's "
+        "time is shared among its tokens"
+    )
+    yield table
+
+
+def _versions(machine: Machine) -> str:
+    return ", ".join(" ".join(pair) for pair in machine.versions.items())
+
+
+def _load(machine: Machine) -> str:
+    return (
+        f"load {machine.load[0]:.2f} before, {machine.load[1]:.2f} after; other processes used "
+        f"{machine.elsewhere:.0%} of the cores meanwhile"
+    )
 
 
 def _start_up(report: Report) -> str:

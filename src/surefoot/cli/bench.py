@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from dataclasses import fields
 
 from surefoot.bench.plot import draw, require_matplotlib
 from surefoot.bench.report import Report, save
 from surefoot.bench.run import run_cells
 from surefoot.bench.settings import Settings
 from surefoot.bench.show import renderables, summary
+from surefoot.cli.bench_server import bench_server
 from surefoot.cli.console import OutputConsole
-from surefoot.cli.options import BenchOptions, number_or_file
+from surefoot.cli.files import check_writable
+from surefoot.cli.options import BenchOptions, listed, number_or_file
 from surefoot.cli.progress import LateBar
-from surefoot.errors import InputError, shown
+from surefoot.errors import InputError
 
-Item = TypeVar("Item")
+ONLY_SERVER = ("concurrency", "requests")
 
 
 def bench(options: BenchOptions) -> None:
     """Measure, print, save, cell after cell. What was asked for is checked before anything is loaded."""
+    if options.server or options.url is not None:
+        bench_server(options)
+        return
+    for field in fields(options):
+        if field.name in ONLY_SERVER and getattr(options, field.name) != field.default:
+            raise InputError(f"--{field.name}: expected it with --server, found {getattr(options, field.name)}")
     cells = cells_of(options)
     for name, file in (("--json", options.json), ("--plot", options.plot)):
         if file is not None:
-            _check_writable(name, file)
+            check_writable(name, file)
     if options.plot is not None:
         if len(cells) > 1:
             raise InputError(f"--plot: expected one context and one batch, found {len(cells)} of them")
@@ -45,9 +51,9 @@ def bench(options: BenchOptions) -> None:
 
 def cells_of(options: BenchOptions) -> list[Settings]:
     """The settings that the options spell, one for each context and batch. Raises InputError."""
-    contexts, batches = _listed("--context", options.context, int), _listed("--batch", options.batch, int)
-    for name, listed in (("--context", contexts), ("--batch", batches)):
-        if not listed:
+    contexts, batches = listed("--context", options.context, int), listed("--batch", options.batch, int)
+    for name, numbers in (("--context", contexts), ("--batch", batches)):
+        if not numbers:
             raise InputError(f"{name}: expected at least one number, found none")
     return [
         Settings(
@@ -59,10 +65,10 @@ def cells_of(options: BenchOptions) -> list[Settings]:
             context=context,
             batch=batch,
             prompts=options.prompts,
-            drafters=_listed("--drafters", options.drafters, str),
-            depths=_listed("--depths", options.depths, int),
+            drafters=listed("--drafters", options.drafters, str),
+            depths=listed("--depths", options.depths, int),
             draft_vocab=number_or_file(options.draft_vocab),
-            synthetic_acceptance=_listed("--synthetic-acceptance", options.synthetic_acceptance, float),
+            synthetic_acceptance=listed("--synthetic-acceptance", options.synthetic_acceptance, float),
             tokens=options.tokens,
             rounds=options.rounds,
             seconds=options.seconds,
@@ -72,15 +78,3 @@ def cells_of(options: BenchOptions) -> list[Settings]:
         for context in contexts
         for batch in batches
     ]
-
-
-def _listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...]:
-    try:
-        return tuple(kind(part) for part in text.replace(",", " ").split())
-    except ValueError:
-        raise InputError(f"{name}: expected numbers separated by commas, found {shown(text)}") from None
-
-
-def _check_writable(name: str, file: Path) -> None:
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise InputError(f"{name}: expected a file in a folder that is there, found {file}")

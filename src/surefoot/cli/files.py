@@ -1,4 +1,4 @@
-"""Text files that options name."""
+"""Files that options name."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def decode(raw: bytes, source: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{source}: expected UTF-8 text, found: {error}") from error
+
+
+def check_writable(name: str, file: Path) -> None:
+    """Raise InputError, naming the option, unless a file can be written there."""
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise InputError(f"{name}: expected a file in a folder that is there, found {file}")

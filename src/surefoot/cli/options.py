@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from surefoot.cli.files import read_text
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
 from surefoot.sampling import SamplingParams, StructuredOutput
+
+Item = TypeVar("Item")
 
 
 def _option(*names: str, help: str, panel: str) -> Any:
@@ -157,6 +159,10 @@ class ServeOptions(ModelOptions):
     otel: Annotated[
         str | None, _option("--otel", help="Send OpenTelemetry spans to this OTLP/HTTP address.", panel=SERVE)
     ] = None
+    prefix_cache: Annotated[
+        int, _option("--prefix-cache", help="Bytes of what was read of prompts that are kept for others; 0 for none.",
+                     panel=SERVE)
+    ] = 2**29  # fmt: skip
     max_body: Annotated[int, _option("--max-body", help="Most bytes of a request.", panel=SERVE)] = 16 * 2**20
 
 
@@ -236,6 +242,17 @@ class BenchOptions:
         str | None, _option("--against", help="transformers: measure its generate too.", panel=MEASURE)
     ] = None
     seed: Annotated[int, _option("--seed", help="Decides random weights.", panel=MODEL)] = 0
+    server: Annotated[
+        bool, _option("--server", help="Measure `surefoot serve` as clients see it, instead of all this.",
+                      panel=SERVE)
+    ] = False  # fmt: skip
+    url: Annotated[
+        str | None, _option("--url", help="The same of a server that runs at http://host:port.", panel=SERVE)
+    ] = None
+    concurrency: Annotated[
+        str, _option("--concurrency", help="With --server: requests at a time; of several, each.", panel=SERVE)
+    ] = "1,8"
+    requests: Annotated[int, _option("--requests", help="With --server: how many, each time.", panel=SERVE)] = 16
     json: Annotated[Path | None, _option("--json", help="Save every figure here.", panel=OUTPUT)] = None
     plot: Annotated[Path | None, _option("--plot", help="Draw speeds and passes here.", panel=OUTPUT)] = None
 
@@ -246,6 +263,14 @@ def number_or_file(text: str | None) -> int | str | None:
         return None if text is None else int(text)
     except ValueError:
         return text
+
+
+def listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...]:
+    """The parts of an option with commas. Raises InputError, naming the option, for what `kind` does not take."""
+    try:
+        return tuple(kind(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise InputError(f"{name}: expected numbers separated by commas, found {shown(text)}") from None
 
 
 def takes(

@@ -18,6 +18,7 @@ def serve(options: ServeOptions) -> None:
     require_int("--port", options.port, low=0, high=MOST_PORT)
     require_int("--queue-limit", options.queue_limit, low=0)
     require_int("--max-body", options.max_body, low=1)
+    require_int("--prefix-cache", options.prefix_cache, low=0)
     listening = _listen(options.host, options.port)  # a port that is taken is known before the model is loaded
     with listening:
         engine = load_engine(options, options.slots)
@@ -32,6 +33,7 @@ def serve(options: ServeOptions) -> None:
             cors_origins=options.cors_origin or (),
             queue_limit=options.queue_limit,
             max_body=options.max_body,
+            prefix_cache_bytes=options.prefix_cache,
             otel=options.otel,
         )
         app = create_app(engine, settings)

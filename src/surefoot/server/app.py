@@ -24,7 +24,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from surefoot.engine import Engine
-from surefoot.engine.service import Service
+from surefoot.engine.runner import RunsItself
+from surefoot.engine.service import PREFIX_BYTES, Service
 from surefoot.errors import InputError, SurefootError
 from surefoot.loading.tokenizer import require_tokenizer
 from surefoot.server.backend import Backend, Limits, Run, Whole
@@ -52,8 +53,8 @@ CLIENT_GONE = 499  # in metrics only: nobody is there to read it
 @dataclass(frozen=True)
 class Settings:
     """How to serve: the `model`'s name for clients, any of `api_keys` if there are some, browsers' pages from
-    `cors_origins`, at most `queue_limit` waiting requests, `max_body` bytes and `body_seconds` of one; spans go to
-    `otel`, an OTLP/HTTP collector's address."""
+    `cors_origins`, at most `queue_limit` waiting requests, `max_body` bytes and `body_seconds` of one; up to
+    `prefix_cache_bytes` of what was read of prompts are kept; spans go to `otel`, an OTLP/HTTP collector's address."""
 
     model: str
     api_keys: Sequence[str] = ()
@@ -61,6 +62,7 @@ class Settings:
     queue_limit: int = 256
     max_body: int = 16 * 2**20
     body_seconds: float = 60.0
+    prefix_cache_bytes: int = PREFIX_BYTES
     otel: str | None = None
     limits: Limits = field(default_factory=Limits)
 
@@ -74,7 +76,7 @@ def create_app(engine: Engine, settings: Settings, spans: Spans | None = None) -
         raise InputError("api_key: expected at least one character, found none")
     if settings.otel is not None and spans is None:
         spans = Spans(settings.otel)
-    service = Service(engine, queue_limit=settings.queue_limit)
+    service = Service(engine, queue_limit=settings.queue_limit, prefix_cache_bytes=settings.prefix_cache_bytes)
     board = Board(service, spans)
     backend = Backend(service, Reader(tokenizer, engine.target.max_len), settings.model, board, settings.limits)
 
@@ -117,6 +119,7 @@ def _add_information(app: FastAPI, engine: Engine, backend: Backend) -> None:
         "max_model_len": engine.target.max_len,
         "drafter": engine.drafter.name,
         "draft_length": engine.draft_length,
+        "drafter_is_fixed": isinstance(engine.target, RunsItself),  # requests cannot choose another
     }
 
     @app.get("/health", responses={503: {}})
