@@ -34,8 +34,10 @@ def run_window(x: dict[str, Tensor], state: Tensor, ahead: Tensor) -> tuple[Tens
 
     decay, beta = spread(x["log_decay"].exp()), spread(x["beta"])
     q, k, v = x["q"].unsqueeze(2), x["k"].unsqueeze(2), x["v"].reshape(tokens, HK, 1, -1)
-    outputs, tape = gated_delta.window(q, k, v, decay, beta, range(tokens), state, ahead)
-    return torch.cat(outputs).view(tokens, HK * ratio, DV), tape
+    out = torch.empty_like(v)
+    by_token = (x.unbind() for x in (q, k, v, decay, beta))
+    tape = gated_delta.window(*by_token, state, ahead, out.unbind())
+    return out.view(tokens, HK * ratio, DV), tape
 
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])

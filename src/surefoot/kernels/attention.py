@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 
-def attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query [H, D] over keys, values [Hkv, L, D] -> [H, D]; query head j reads head j // (H / Hkv)."""
-    query = query.to(keys.dtype)
-    out = F.scaled_dot_product_attention(query[None, :, None], keys[None], values[None], enable_gqa=True)
-    return out[0, :, 0].float()
+def attend_each(query: Tensor, keys: Tensor, values: Tensor, lengths: range) -> list[Tensor]:
+    """Queries [n, H, D], the i-th over the first `lengths[i]` of keys, values [Hkv, L, D] -> n times [1, H, 1, D] of
+    the cache's type; query head j reads head j // (H / Hkv)."""
+    each, keys, values = query.to(keys.dtype)[:, None, :, None].unbind(), keys[None], values[None]
+    return [
+        F.scaled_dot_product_attention(one, keys.narrow(2, 0, length), values.narrow(2, 0, length), enable_gqa=True)
+        for one, length in zip(each, lengths, strict=True)
+    ]
 
 
 def attend_chunk(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -13,10 +13,14 @@ key head's product serves its r value heads, and nothing is repeated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+Rows = Seq[Tensor]  # by token
+BLOCK = 128  # tokens whose chunks are prepared together: what that leaves lies in a core's cache still
 
 
 def recurrent_reference(
@@ -56,36 +60,43 @@ class Tape:
             state.mul_(self.decays[t]).addcmul_(self.keys[t], self.deltas[t])
 
 
-def window(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, rows: range, state: Tensor, ahead: Tensor
-) -> tuple[list[Tensor], Tape]:
+def window(q: Rows, k: Rows, v: Rows, decay: Rows, beta: Rows, state: Tensor, ahead: Tensor, out: Rows) -> Tape:
     """Run one sequence's window, whose first token is certain and the others a draft.
 
-    Its tokens are `rows` of q, k [n, Hk, 1, Dk] (normalised), v, decay, beta [n, Hk, 1, r * Dv]. The first is applied
-    to `state` in place; the state after all of them is left in `ahead` (untouched by a window of one). Returns o of
-    every row, [1, Hk * r * Dv] each, and the tape.
+    By token: q, k [Hk, 1, Dk] (normalised), v, decay, beta [Hk, 1, r * Dv]; o is left in `out`, of v's shape. The first
+    token is applied to `state` in place; the state after all of them is left in `ahead` (untouched by a window of one).
     """
-    outputs, keys, deltas, decays = [], [], [], []
+    keys, deltas = [], []
     current = state
-    for row in rows:
-        query, key, fade = q[row], k[row], decay[row]
-        current = torch.mul(state, fade, out=ahead) if row == rows.start + 1 else current.mul_(fade)
-        delta = torch.baddbmm(v[row], key, current, alpha=-1).mul_(beta[row])
-        current.addcmul_(key.mT, delta)
-        outputs.append(torch.bmm(query, current).view(1, -1))
-        keys.append(key.mT)
+    for t, (key, fade) in enumerate(zip(k, decay, strict=True)):
+        current = torch.mul(state, fade, out=ahead) if t == 1 else current.mul_(fade)
+        column = key.mT
+        delta = torch.baddbmm(v[t], key, current, alpha=-1).mul_(beta[t])
+        current.addcmul_(column, delta)
+        torch.bmm(q[t], current, out=out[t])
+        keys.append(column)
         deltas.append(delta)
-        decays.append(fade)
-    return outputs, Tape(tuple(keys), tuple(deltas), tuple(decays))
+    return Tape(tuple(keys), tuple(deltas), tuple(decay))
 
 
 def chunk(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, size: int = 64
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, size: int = 32
 ) -> tuple[Tensor, Tensor]:
     """`recurrent_reference` in chunks of `size` tokens: the same arguments and results, equal up to rounding.
 
     Within a chunk the deltas solve a unit lower triangular system; between chunks the state carries on.
     """
+    outputs = []
+    for part in zip(*(x.split(BLOCK) for x in (q, k, v, log_decay, beta)), strict=True):
+        out, state = _chunks(*part, state, size)
+        outputs.append(out)
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0], state
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """`chunk` of at most BLOCK tokens, all of whose chunks are prepared together."""
     tokens, value_heads, value_dim = v.shape
     key_heads, key_dim = k.shape[1:]
     ratio = value_heads // key_heads

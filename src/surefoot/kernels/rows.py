@@ -2,7 +2,8 @@
 
 On the CPU, PyTorch evaluates a transcendental function with vector instructions, and the last few elements of a
 thread's share with scalar ones that round differently. Which elements those are depends on the total size. Whole
-vectors in one thread's share avoid the scalar path; anything else goes row by row, so that a row's share is the row.
+vectors in one thread's share avoid the scalar path: rows of whole vectors go in groups that one thread takes; others go
+row by row, so that a row's share is the row.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def lane_multiple(width: int) -> int:
 def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An elementwise `function` of x [n, width] whose rows do not depend on n."""
     rows, width = x.shape
-    if x.is_cuda or (width % LANES == 0 and rows * width <= GRAIN):
+    group = max(1, GRAIN // width) if width % LANES == 0 else 1
+    if x.is_cuda or rows <= group:
         return function(x)
-    return torch.cat([function(row) for row in x.split(1)])
+    return torch.cat([function(part) for part in x.split(group)])
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from surefoot.cache import KVCache
 from surefoot.config import ModelConfig
-from surefoot.kernels.attention import attend_chunk, attend_one
+from surefoot.kernels.attention import attend_chunk, attend_each
 from surefoot.kernels.linear import Linear, LinearFactory
 from surefoot.kernels.norm import RMSNorm
 from surefoot.kernels.quantise import on_rows
@@ -42,10 +42,10 @@ class Attention:
         mixed = []
         for span in layout.spans:
             cache.write(span.slot, span.position, keys[span.rows], values[span.rows])
-            for offset in range(span.count):
-                prefix = cache.read(span.slot, span.position + offset + 1)
-                mixed.append(attend_one(query[span.row + offset], *prefix).view(1, -1))
-        return self.out_proj(by_row(torch.sigmoid, gate).mul_(layout.join(mixed)))
+            lengths = range(span.position + 1, span.position + 1 + span.count)
+            mixed += attend_each(query[span.rows], *cache.read(span.slot, lengths[-1]), lengths)
+        joined = layout.join(mixed).float().view(x.shape[0], -1)
+        return self.out_proj(by_row(torch.sigmoid, gate).mul_(joined))
 
     def prefill(self, x: Tensor, rope: Rope, cache: KVCache, slot: int, position: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, after `position` cached ones."""

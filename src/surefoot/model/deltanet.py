@@ -68,13 +68,13 @@ class DeltaNet:
             gate.index_select(1, self._columns).view(value.shape)
             for gate in (by_row(torch.exp, self._log_decay(a)), by_row(torch.sigmoid, b))
         )
-        outputs = []
+        out = torch.zeros_like(value)  # of padding, too
+        by_token = [part.unbind() for part in (query, key, value, decay, beta, out)]  # faster than one by one
         for span in layout.spans:
-            rows, state, ahead = range(span.row, span.row + span.count), cache.state[span.slot], cache.ahead[span.slot]
-            read, tape = gated_delta.window(query, key, value, decay, beta, rows, state, ahead)
-            cache.open_window(span.slot, tape)
-            outputs += read
-        return self.out_proj(self.norm(layout.join(outputs), z))
+            q, k, v, fade, weight, read = (rows[span.rows] for rows in by_token)
+            state, ahead = cache.state[span.slot], cache.ahead[span.slot]
+            cache.open_window(span.slot, gated_delta.window(q, k, v, fade, weight, state, ahead, read))
+        return self.out_proj(self.norm(out.view(x.shape[0], -1), z))
 
     def prefill(self, x: Tensor, cache: PrefillState, slot: int) -> Tensor:
         """x [T, H]: consecutive tokens of one sequence, read for good."""
