@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI
 
 from surefoot.engine import Engine
 from surefoot.engine.service import Service
 from surefoot.server.app import Settings, create_app
+from surefoot.server.process import Server
 from surefoot.server.spans import Spans
 
 MODEL = "surefoot-demo"
@@ -26,7 +26,7 @@ class Live:
 
     url: str
     app: FastAPI
-    server: uvicorn.Server
+    server: Server
 
     @property
     def service(self) -> Service:
@@ -50,9 +50,11 @@ class Live:
 
 
 @contextmanager
-def serving(engine: Engine, spans: Spans | None = None, **settings: Any) -> Iterator[Live]:
+def serving(
+    engine: Engine, spans: Spans | None = None, shutdown_timeout: float | None = None, **settings: Any
+) -> Iterator[Live]:
     app = create_app(engine, Settings(MODEL, **settings), spans)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
+    server = Server(app, shutdown_timeout, port=0, log_level="error")
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

@@ -25,6 +25,7 @@ from surefoot.kernels.quantise import dense_of
 from surefoot.loading import files
 from surefoot.loading.checkpoint import Checkpoint, find_model, inspect, load_checkpoint
 from surefoot.loading.files import INDEX, SINGLE
+from surefoot.loading.generation import sampling_defaults
 from surefoot.loading.tiny import Style, byte_tokenizer, tiny_config, write_checkpoint
 from surefoot.model.tensors import mtp_shapes, random_tensors, target_shapes
 
@@ -223,6 +224,15 @@ class TestEndIds:
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
         with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id.*</s>"):
             load_checkpoint(tmp_path)
+
+    def test_suggested_sampling(self, tmp_path: Path) -> None:
+        assert sampling_defaults(tmp_path) == {}
+        file = tmp_path / "generation_config.json"
+        file.write_text('{"temperature": 0.7, "top_k": 20, "top_p": null, "do_sample": false, "eos_token_id": 3}')
+        assert sampling_defaults(tmp_path) == {"temperature": 0.7, "top_k": 20}
+        file.write_text('{"top_p": 2}')
+        with pytest.raises(CheckpointError, match=r"generation_config.json: top_p: expected a number .*found 2"):
+            sampling_defaults(tmp_path)
 
     @pytest.mark.parametrize(
         "raw", [b"[]", b"3", b"\xff\xfe\x00", b"", b"1" * 6000, b'{"eos_token_id": [[1]]}', None], ids=repr

@@ -576,6 +576,59 @@ def test_shutdown_finishes_what_runs() -> None:
     assert texts[-1] == "length"
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "messages", "responses"])
+def test_shutdown_cancels_what_takes_too_long(path: str) -> None:
+    """One request runs, one waits; the limit ends both, and both are told, streamed or whole."""
+    body: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    body |= {"completions": {"prompt": PROMPT}, "responses": {"input": PROMPT}}.get(path, {"messages": MESSAGES})
+    body |= {"max_output_tokens" if path == "responses" else "max_tokens": 3000}
+    answers = dict[str, str]()
+
+    def read(name: str, stream: bool) -> None:
+        with httpx.stream("POST", f"{live.url}/v1/{path}", json=body | {"stream": stream}, timeout=60) as answer:
+            for piece in answer.iter_text():
+                answers[name] = answers.get(name, "") + piece
+
+    with serving(engine(slots=1, max_len=4096), shutdown_timeout=0.3) as live:
+        threads = [
+            threading.Thread(target=read, args=("stream", True)),
+            threading.Thread(target=read, args=("", False)),
+        ]
+        threads[0].start()
+        while not live.service.stats().tokens:
+            time.sleep(0.01)
+        threads[1].start()
+        while live.service.stats().waiting != 1:
+            time.sleep(0.01)
+        began = time.monotonic()
+        live.server.should_exit = True
+        for thread in threads:
+            thread.join(30)
+    assert 0.3 <= time.monotonic() - began < 10
+    word = {"messages": '"pause_turn"', "responses": '"incomplete_details":{"reason":"abort"}'}.get(path, '"abort"')
+    for text in answers.values():
+        assert word in text
+    assert len(answers) == 2
+    assert live.service.stats().ended == {"cancelled": 2}
+
+
+def test_what_a_model_suggests_holds_unless_a_request_says_otherwise(plain: Engine) -> None:
+    def text(**params: Any) -> str | None:
+        return plain.generate(PROMPT, SamplingParams(max_new_tokens=24, **params)).text
+
+    suggested = {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3}
+    with serving(engine(), sampling=suggested) as live:
+        for asked, wanted in (
+            ({"temperature": None}, suggested),
+            ({"temperature": None, "top_k": -1}, suggested | {"top_k": 0}),
+            ({"temperature": None, "top_k": 2, "min_p": 0.1}, suggested | {"top_k": 2, "min_p": 0.1}),
+            ({"temperature": 0, "repetition_penalty": 1.0}, {}),
+        ):
+            got = complete(live, seed=7, **asked)["choices"][0]["text"]
+            assert got == text(seed=7, **wanted)
+    assert text(seed=7, **suggested) != text(seed=7, temperature=1.0)
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -609,6 +662,10 @@ def test_command_says_what_is_wrong(
         (["--port", str(live.port)], "expected a free address"),
         (["--port", "70000"], "--port: expected an integer"),
         (["--queue-limit", "-1"], "--queue-limit: expected"),
+        (["--prefix-cache", "-1"], "--prefix-cache: expected"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout: expected"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout: expected"),
+        (["--generation-config", "mine"], "--generation-config: expected auto or none"),
         (["--api-key", ""], "api_key: expected at least one character"),
     ):
         monkeypatch.setattr(sys, "argv", ["surefoot", "serve", "--port", "0", *options])

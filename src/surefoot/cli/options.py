@@ -156,6 +156,14 @@ class ServeOptions(ModelOptions):
         list[str] | None, _option("--cors-origin", help="A site whose pages may call; several may be given.",
                                   panel=SERVE)
     ] = None  # fmt: skip
+    generation_config: Annotated[
+        str, _option("--generation-config", help="auto: requests that do not say how to sample do as the model's "
+                     "generation_config.json says; none: they do not.", panel=SERVE)
+    ] = "auto"  # fmt: skip
+    shutdown_timeout: Annotated[
+        float | None, _option("--shutdown-timeout", help="Seconds for running requests to finish at the end; then they "
+                              "are cancelled.  [default: as long as they take]", panel=SERVE)
+    ] = None  # fmt: skip
     otel: Annotated[
         str | None, _option("--otel", help="Send OpenTelemetry spans to this OTLP/HTTP address.", panel=SERVE)
     ] = None

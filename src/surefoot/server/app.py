@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +54,8 @@ CLIENT_GONE = 499  # in metrics only: nobody is there to read it
 class Settings:
     """How to serve: the `model`'s name for clients, any of `api_keys` if there are some, browsers' pages from
     `cors_origins`, at most `queue_limit` waiting requests, `max_body` bytes and `body_seconds` of one; up to
-    `prefix_cache_bytes` of what was read of prompts are kept; spans go to `otel`, an OTLP/HTTP collector's address."""
+    `prefix_cache_bytes` of what was read of prompts are kept; `sampling` has fields of `SamplingParams` for requests
+    that do not set them; spans go to `otel`, an OTLP/HTTP collector's address."""
 
     model: str
     api_keys: Sequence[str] = ()
@@ -63,6 +64,7 @@ class Settings:
     max_body: int = 16 * 2**20
     body_seconds: float = 60.0
     prefix_cache_bytes: int = PREFIX_BYTES
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     otel: str | None = None
     limits: Limits = field(default_factory=Limits)
 
@@ -78,7 +80,8 @@ def create_app(engine: Engine, settings: Settings, spans: Spans | None = None) -
         spans = Spans(settings.otel)
     service = Service(engine, queue_limit=settings.queue_limit, prefix_cache_bytes=settings.prefix_cache_bytes)
     board = Board(service, spans)
-    backend = Backend(service, Reader(tokenizer, engine.target.max_len), settings.model, board, settings.limits)
+    reader = Reader(tokenizer, engine.target.max_len, settings.sampling)
+    backend = Backend(service, reader, settings.model, board, settings.limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

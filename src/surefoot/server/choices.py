@@ -17,12 +17,13 @@ from surefoot.sampling import SamplingParams
 from surefoot.sequence import TokenLogprobs
 from surefoot.server.parsing import CLOSE_CALL, ChatParser, Delta
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 @dataclass(frozen=True)
 class Finish:
-    """How a choice ended: the stop string or stop token that ended it stands in `by`."""
+    """How a choice ended: the stop string or stop token that ended it stands in `by`. "abort" (vLLM's word): the server
+    closed before it was done."""
 
     reason: FinishReason
     by: str | int | None = None
@@ -98,7 +99,9 @@ class Choice:
         deltas += [] if self.parser is None else self.parser.finish()
         self._called |= any(delta.tool is not None for delta in deltas)
         finish = Finish("length")
-        if self.ticket.finish_reason != "length":
+        if self.ticket.finish_reason == "cancelled":
+            finish = Finish("abort")
+        elif self.ticket.finish_reason != "length":
             finish = Finish("tool_calls", None if by == CLOSE_CALL else by) if self._called else Finish("stop", by)
         return Update(self.index, [(rest, self._origin)] if rest else [], deltas, finish=finish)
 

@@ -21,7 +21,8 @@ from surefoot.server.schema import AnthropicMessage, CountRequest, MessagesReque
 from surefoot.server.schema import Block as InputBlock
 from surefoot.server.wire import event
 
-REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+# "pause_turn" says that the answer can be sent back to be gone on with, which is so.
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn", "abort": "pause_turn"}
 
 
 class Messages:

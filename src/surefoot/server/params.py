@@ -7,7 +7,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -45,10 +45,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Reader:
-    """Turns texts into tokens, for requests of at most `max_len` tokens."""
+    """Turns texts into tokens, for requests of at most `max_len` tokens. `sampling` holds where they say nothing."""
 
     tokenizer: Tokenizer
     max_len: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def longest(self) -> int:
@@ -207,18 +208,19 @@ def chosen_drafting(request: Drafting) -> dict[str, Any]:
 
 
 def shared(request: Shared, reader: Reader, max_tokens: int | None, room: int) -> dict[str, Any]:
-    """What every form has, for `SamplingParams`. By OpenAI's defaults: temperature 1, a seed drawn for each request.
+    """What every form has, for `SamplingParams`. What the request does not say is the reader's, and then as OpenAI has
+    it: temperature 1, a seed drawn for each request.
 
     A prompt that leaves no room is refused by the engine, which knows why. Raises InputError for what cannot be."""
     seed = secrets.randbits(63) if request.seed is None else request.seed
     if not -(2**63) <= seed <= MAX_SEED:
         raise InputError(f"seed: expected an integer of 64 bits, found {shown(seed)}")
     bias = None if request.logit_bias is None else {_token(key): value for key, value in request.logit_bias.items()}
-    return _given(
+    given = _given(
         max_new_tokens=max(1, room) if max_tokens is None else max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
+        temperature=request.temperature,
         top_p=request.top_p,
-        top_k=None if request.top_k == -1 else request.top_k,  # vLLM's word for off
+        top_k=0 if request.top_k == -1 else request.top_k,  # vLLM's word for off
         min_p=request.min_p,
         typical_p=request.typical_p,
         repetition_penalty=request.repetition_penalty,
@@ -234,6 +236,7 @@ def shared(request: Shared, reader: Reader, max_tokens: int | None, room: int) -
         acceptance=request.acceptance,
         thinking_budget=request.thinking_budget,
     )
+    return {"temperature": 1.0, **reader.sampling, **given}
 
 
 def sampling(

@@ -108,7 +108,8 @@ class Responses:
         return changes
 
     def _response(self, blocks: Seq[Block], finish: Finish | None) -> dict[str, Any]:
-        cut = finish is not None and finish.reason == "length"
+        cuts = {"length": "max_output_tokens", "abort": "abort"}
+        cut = None if finish is None else cuts.get(finish.reason)
         status = "in_progress" if finish is None else "incomplete" if cut else "completed"
         request = self.request
         return {
@@ -118,7 +119,7 @@ class Responses:
             "model": self.run.model,
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": cut} if cut else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "output": [self._item(block, "incomplete" if cut and block is blocks[-1] else "completed")
