@@ -35,8 +35,9 @@ def run_window(x: dict[str, Tensor], state: Tensor, ahead: Tensor) -> tuple[Tens
     decay, beta = spread(x["log_decay"].exp()), spread(x["beta"])
     q, k, v = x["q"].unsqueeze(2), x["k"].unsqueeze(2), x["v"].reshape(tokens, HK, 1, -1)
     out = torch.empty_like(v)
-    by_token = (x.unbind() for x in (q, k, v, decay, beta))
-    tape = gated_delta.window(*by_token, state, ahead, out.unbind())
+    tape = gated_delta.window(
+        q.unbind(), k.unbind(), v.unbind(), decay.unbind(), beta.unbind(), state, ahead, out.unbind()
+    )
     return out.view(tokens, HK * ratio, DV), tape
 
 

@@ -584,16 +584,14 @@ def test_shutdown_cancels_what_takes_too_long(path: str) -> None:
     body |= {"max_output_tokens" if path == "responses" else "max_tokens": 3000}
     answers = dict[str, str]()
 
-    def read(name: str, stream: bool) -> None:
-        with httpx.stream("POST", f"{live.url}/v1/{path}", json=body | {"stream": stream}, timeout=60) as answer:
+    def read(url: str, name: str, stream: bool) -> None:
+        with httpx.stream("POST", f"{url}/v1/{path}", json=body | {"stream": stream}, timeout=60) as answer:
             for piece in answer.iter_text():
                 answers[name] = answers.get(name, "") + piece
 
     with serving(engine(slots=1, max_len=4096), shutdown_timeout=0.3) as live:
-        threads = [
-            threading.Thread(target=read, args=("stream", True)),
-            threading.Thread(target=read, args=("", False)),
-        ]
+        asked = ((live.url, "streamed", True), (live.url, "whole", False))
+        threads = [threading.Thread(target=read, args=each) for each in asked]
         threads[0].start()
         while not live.service.stats().tokens:
             time.sleep(0.01)

@@ -87,8 +87,9 @@ def chunk(
     Within a chunk the deltas solve a unit lower triangular system; between chunks the state carries on.
     """
     outputs = []
-    for part in zip(*(x.split(BLOCK) for x in (q, k, v, log_decay, beta)), strict=True):
-        out, state = _chunks(*part, state, size)
+    for start in range(0, len(q), BLOCK):
+        part = slice(start, start + BLOCK)
+        out, state = _chunks(q[part], k[part], v[part], log_decay[part], beta[part], state, size)
         outputs.append(out)
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0], state
 
