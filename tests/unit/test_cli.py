@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -289,8 +290,11 @@ class TestProcess:
     @pytest.mark.parametrize(
         "command, how", [("trace", "interrupted"), ("trace", "reader gone"), ("generate", "reader gone")]
     )
-    def test_the_end_from_outside(self, model: Path, command: str, how: str) -> None:
-        process = self.start(command, "hello", "-m", model, "-n", 4000, "--ignore-eos")
+    def test_the_end_from_outside(self, tmp_path: Path, command: str, how: str) -> None:
+        # Far more than a pipe holds, or the command may have come to its own end before we get to ours.
+        config = replace(CONFIG, max_positions=2**16)
+        model = write_checkpoint(tmp_path, config, random_tensors(config, seed=1), tokenizer=byte_tokenizer())
+        process = self.start(command, "hello", "-m", model, "-n", 60_000, "--max-len", 2**16, "--ignore-eos")
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(1)
