@@ -69,7 +69,8 @@ Weight = Tensor | Quantised
 def _interleaved(numbers: Tensor, rows: int, columns: int) -> Tensor:
     """Every `GROUP` numbers of the last axis, as `rows` of so many columns, column by column."""
     groups = numbers.view(torch.uint8).unflatten(-1, (-1, rows, columns))  # not every operation knows FLOAT8
-    return groups.transpose(-1, -2).contiguous().view(FLOAT8)
+    swapped: Tensor = groups.transpose(-1, -2).contiguous()
+    return swapped.view(FLOAT8)
 
 
 def in_halves(weight: Quantised) -> Quantised:
