@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import demo, report, shapes
 from benchmarks.checkout import ROOT
 from surefoot.bench.lossless import NotLosslessError
-from surefoot.engine.engine import DTYPES
+from surefoot.engine.arguments import DTYPES
 
 PROMPTS = ROOT / "src" / "surefoot" / "bench" / "heldout.jsonl"
 

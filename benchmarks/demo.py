@@ -18,7 +18,7 @@ from surefoot.bench.machine import Watch
 from surefoot.bench.measure import kept_shares
 from surefoot.bench.passes import EagerPasses
 from surefoot.bench.turns import median_ratio, take_turns
-from surefoot.engine.engine import DTYPES
+from surefoot.engine.arguments import DTYPES
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.stats import Stats
 from surefoot.loading.checkpoint import find_model

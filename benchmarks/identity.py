@@ -29,8 +29,8 @@ from surefoot.bench.machine import Watch, device_name
 from surefoot.bench.prompts import held_out, random_prompts
 from surefoot.bench.run import load_model
 from surefoot.bench.settings import LABELS, Method, Settings
+from surefoot.engine.arguments import DTYPES, WEIGHTS
 from surefoot.engine.drafting import NEED_HEAD
-from surefoot.engine.engine import DTYPES, WEIGHTS
 from surefoot.engine.loaded import LoadedModel
 from surefoot.errors import InputError
 from surefoot.loading.shapes import SHAPES

@@ -22,7 +22,7 @@ from surefoot.bench.prompts import random_tokens
 from surefoot.bench.turns import BURST, Action, nothing, take_turns
 from surefoot.config import ModelConfig
 from surefoot.drafters.none import NoDrafter
-from surefoot.engine.engine import DTYPES
+from surefoot.engine.arguments import DTYPES
 from surefoot.engine.target import DecoderTarget
 from surefoot.loading import shapes as published
 from surefoot.loading.tiny import tiny_config

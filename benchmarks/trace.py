@@ -31,7 +31,7 @@ from surefoot.bench.machine import Watch, device_name
 from surefoot.bench.prompts import random_prompts
 from surefoot.bench.run import load_model
 from surefoot.bench.settings import Settings
-from surefoot.engine.engine import DTYPES, WEIGHTS
+from surefoot.engine.arguments import DTYPES, WEIGHTS
 from surefoot.errors import InputError
 from surefoot.loading.shapes import SHAPES
 from surefoot.sequence import Sequence

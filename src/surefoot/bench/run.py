@@ -34,8 +34,9 @@ from surefoot.bench.report import Report, StartUp
 from surefoot.bench.settings import PLAIN, Method, Settings
 from surefoot.bench.synthetic import Continuations, SyntheticDrafter, SyntheticStep
 from surefoot.bench.turns import Spread, take_turns
+from surefoot.engine.arguments import parse_device, parse_dtype
 from surefoot.engine.drafting import NEED_HEAD
-from surefoot.engine.engine import Engine, parse_device, parse_dtype
+from surefoot.engine.engine import Engine
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.runner import RunsItself
 from surefoot.errors import InputError

@@ -25,8 +25,8 @@ from surefoot.bench.machine import Machine
 from surefoot.bench.prompts import held_out
 from surefoot.bench.settings import LABELS, Method
 from surefoot.bench.turns import Spread, median_ratio
+from surefoot.engine.arguments import parse_device
 from surefoot.engine.drafting import check_draft_length
-from surefoot.engine.engine import parse_device
 from surefoot.errors import InputError, shown
 from surefoot.sampling import require_int
 
@@ -80,6 +80,14 @@ class ServerSettings:
             for word in ("--" + name.replace("_", "-"), _spelt(value))
         ]
         return " ".join(["surefoot bench --server", *words])
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, http://host:port, and the key that it asks of its clients, if it asks for one."""
+
+    url: str
+    api_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,10 +162,10 @@ class ServerReport:
         return asdict(self)
 
 
-def measure_server(url: str, settings: ServerSettings, progress: Progress) -> ServerReport:
-    """Ask the server at `url` until all is known. Raises NotLosslessError for a text that is not that of the same
+def measure_server(address: Address, settings: ServerSettings, progress: Progress) -> ServerReport:
+    """Ask the server until all is known. Raises NotLosslessError for a text that is not that of the same
     request alone, InputError for what the server refuses or a server that is none."""
-    card = _model(url)
+    card = _model(address)
     methods = settings.methods(card)
     texts = prompts(settings.requests)
     cells = [(method, most) for method in methods for most in settings.concurrency]
@@ -166,7 +174,7 @@ def measure_server(url: str, settings: ServerSettings, progress: Progress) -> Se
     def wave(method: Method, most: int) -> tuple[list[Answer], float]:
         nonlocal done
         bodies = [_body(text, method, settings.tokens, card) for text in texts]
-        found = send(url, bodies, most)
+        found = send(address, bodies, most)
         done += 1
         progress(done, waves)
         return found
@@ -199,11 +207,11 @@ def prompts(count: int) -> list[str]:
     return [texts[i % len(texts)][: len(texts[i % len(texts)]) - CUT * (i // len(texts))] for i in range(count)]
 
 
-def send(url: str, bodies: Seq[dict[str, Any]], most: int) -> tuple[list[Answer], float]:
+def send(address: Address, bodies: Seq[dict[str, Any]], most: int) -> tuple[list[Answer], float]:
     """The answers, `most` requests at a time, and the seconds that all took."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(most) as clients:
-        answers = list(clients.map(partial(ask, url), bodies))
+        answers = list(clients.map(partial(ask, address), bodies))
     return answers, time.perf_counter() - begun
 
 
@@ -219,13 +227,13 @@ def check_texts(name: str, most: int, right: Seq[Answer], found: Seq[Answer]) ->
                                "differs from the same request's alone")  # fmt: skip
 
 
-def ask(url: str, body: dict[str, Any]) -> Answer:
+def ask(address: Address, body: dict[str, Any]) -> Answer:
     """One streaming request. Raises InputError for an answer that is an error, or none."""
     text, gaps, usage = "", list[tuple[float, int]](), None
     sent = last = time.perf_counter()
     first: float | None = None
-    with closing(_connection(url)) as connection:
-        for event in _events(_answer(connection, "POST", "/v1/completions", body)):
+    with closing(_connection(address.url)) as connection:
+        for event in _events(_answer(connection, address.api_key, "POST", "/v1/completions", body)):
             if "error" in event:
                 raise InputError(f"server: expected an answer, found {shown(event['error'])}")
             usage = event.get("usage") or usage
@@ -285,14 +293,14 @@ def _differs_at(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def _model(url: str) -> dict[str, Any]:
+def _model(address: Address) -> dict[str, Any]:
     """What the server says of its model."""
-    with closing(_connection(url)) as connection:
-        answer = _answer(connection, "GET", "/v1/models", None)
+    with closing(_connection(address.url)) as connection:
+        answer = _answer(connection, address.api_key, "GET", "/v1/models", None)
         try:
             card: dict[str, Any] = json.loads(answer.read())["data"][0]
         except (ValueError, LookupError, TypeError) as error:
-            raise InputError(f"url: expected a server with a model, found none at {url}") from error
+            raise InputError(f"url: expected a server with a model, found none at {address.url}") from error
     return card
 
 
@@ -308,11 +316,13 @@ def _connection(url: str) -> HTTPConnection:
     return kind(host, port, timeout=PATIENCE_S)
 
 
-def _answer(connection: HTTPConnection, verb: str, path: str, body: dict[str, Any] | None) -> HTTPResponse:
+def _answer(
+    connection: HTTPConnection, key: str | None, verb: str, path: str, body: dict[str, Any] | None
+) -> HTTPResponse:
     """An answer without an error."""
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     try:
-        content = None if body is None else json.dumps(body)
-        connection.request(verb, path, content, {"Content-Type": "application/json"})
+        connection.request(verb, path, None if body is None else json.dumps(body), headers)
         answer = connection.getresponse()
         said = "" if answer.status == 200 else answer.read().decode(errors="replace")
     except (OSError, HTTPException) as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from surefoot.engine.arguments import check_weights, parse_device, parse_dtype
 from surefoot.engine.drafting import NEED_HEAD, check_draft_length
-from surefoot.engine.engine import check_weights, parse_device, parse_dtype
 from surefoot.errors import InputError, shown
 from surefoot.loading.shapes import SHAPES
 from surefoot.sampling import require_int

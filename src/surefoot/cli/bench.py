@@ -21,6 +21,8 @@ ONLY_SERVER = ("concurrency", "requests")
 
 def bench(options: BenchOptions) -> None:
     """Measure, print, save, cell after cell. What was asked for is checked before anything is loaded."""
+    if options.api_key is not None and options.url is None:
+        raise InputError("--api-key: expected it with --url, found no server but our own, which asks for none")
     if options.server or options.url is not None:
         bench_server(options)
         return

@@ -13,7 +13,7 @@ from typing import IO
 
 from surefoot.bench.machine import Watch, versions
 from surefoot.bench.report import save
-from surefoot.bench.server import ServerReport, ServerSettings, measure_server
+from surefoot.bench.server import Address, ServerReport, ServerSettings, measure_server
 from surefoot.bench.settings import Settings
 from surefoot.bench.show import served
 from surefoot.cli.console import OutputConsole
@@ -23,7 +23,7 @@ from surefoot.cli.progress import LateBar
 from surefoot.errors import InputError
 
 MODEL = ("model", "device", "dtype", "weights", "draft_vocab")  # of options, what a server of ours is started with
-USED = (*MODEL, "server", "url", "concurrency", "requests", "drafters", "depths", "tokens", "rounds", "json")
+USED = (*MODEL, "server", "url", "api_key", "concurrency", "requests", "drafters", "depths", "tokens", "rounds", "json")
 SERVE = [sys.executable, "-c", "from surefoot.cli.main import run; run()", "serve", "--port", "0"]
 ROOM = 4096  # tokens of a prompt, more than any of the texts has
 
@@ -65,12 +65,12 @@ def bench_server(options: BenchOptions) -> None:
 def _measure(options: BenchOptions, settings: ServerSettings) -> ServerReport:
     with LateBar("asking the server") as bar:
         if options.url is not None:
-            return measure_server(options.url, settings, bar)
+            return measure_server(Address(options.url, options.api_key), settings, bar)
         own = Settings(model=options.model or "surefoot-demo", device=options.device, dtype=options.dtype,
                        weights=options.weights, draft_vocab=number_or_file(options.draft_vocab))  # fmt: skip
         watch = Watch()
         with started(_arguments(own, settings)) as server:
-            report = measure_server(server.url, settings, bar)
+            report = measure_server(Address(server.url), settings, bar)
     # The server's processor time is known now that it has ended.
     config = {name: own.without_paths.get(name, getattr(own, name)) for name in MODEL}
     return replace(report, model=own.label, config=config | report.config,

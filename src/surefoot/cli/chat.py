@@ -18,8 +18,9 @@ from surefoot.cli.options import ChatOptions, number_or_file
 from surefoot.cli.progress import LateBar
 from surefoot.cli.session import Run, TextStream
 from surefoot.drafters.draft_model import DraftModelDrafter
+from surefoot.engine.arguments import check_weights, parse_device, parse_dtype
 from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length, check_drafter, check_takes_vocabulary
-from surefoot.engine.engine import MAX_SIZE, Engine, check_weights, parse_device, parse_dtype
+from surefoot.engine.engine import MAX_SIZE, Engine
 from surefoot.engine.loaded import LoadedModel
 from surefoot.errors import InputError, SurefootError, shown
 from surefoot.loading.checkpoint import MtpPolicy

@@ -257,6 +257,7 @@ class BenchOptions:
     url: Annotated[
         str | None, _option("--url", help="The same of a server that runs at http://host:port.", panel=SERVE)
     ] = None
+    api_key: Annotated[str | None, _option("--api-key", help="With --url: what it asks for.", panel=SERVE)] = None
     concurrency: Annotated[
         str, _option("--concurrency", help="With --server: requests at a time; of several, each.", panel=SERVE)
     ] = "1,8"

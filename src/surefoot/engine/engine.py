@@ -17,6 +17,7 @@ from torch import Tensor
 from surefoot.cache.prefix import PrefixCache
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.drafters.none import NoDrafter
+from surefoot.engine.arguments import check_weights, parse_device, parse_dtype
 from surefoot.engine.drafting import (
     NAMES,
     NEED_HEAD,
@@ -27,7 +28,7 @@ from surefoot.engine.drafting import (
     has_all,
 )
 from surefoot.engine.generation import Generation
-from surefoot.engine.loaded import LoadedModel, takes_eight_bits
+from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.memory import Memory, memory_of
 from surefoot.engine.prompts import Progress
@@ -42,8 +43,6 @@ from surefoot.sampling import SamplingParams, check_stop_ids, check_token_ids, r
 from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.types import Drafter, Target
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-WEIGHTS = ("whole", "fp8")  # as the checkpoint has them, or those of linear layers in 8 bits
 MAX_SIZE = 2**63 - 1  # of anything in a tensor
 DRAFT_LENGTH = 3  # of requests with a drafter on an engine that has none
 Host = Callable[[], tuple[Target, Drafter]]
@@ -413,37 +412,6 @@ class Engine:
             raise InputError(f"prompt: expected at most {self.target.max_len - room} tokens "
                              f"(max_len {self.target.max_len}), found {len(tokens)}")  # fmt: skip
         return tokens
-
-
-def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a name, or the dtype itself. Raises InputError for one that is not supported."""
-    if isinstance(name, torch.dtype):
-        name = str(name).removeprefix("torch.")
-    if not isinstance(name, str) or name not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {shown(name)}")
-    return DTYPES[name]
-
-
-def check_weights(weights: object, device: torch.device) -> None:
-    """Raise InputError unless the device takes weights of this kind, one of `WEIGHTS`."""
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise InputError(f"weights: expected one of {', '.join(WEIGHTS)}, found {shown(weights)}")
-    if weights == "fp8" and not takes_eight_bits(device):
-        raise InputError("weights: expected fp8 only on a GPU of compute capability 8.9 or above, with Triton, "
-                         f"found device {device}")  # fmt: skip
-
-
-def parse_device(name: str | torch.device) -> torch.device:
-    """A device that is there. Raises InputError otherwise."""
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {shown(name)}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {name!r}")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device: expected one of {torch.cuda.device_count()} CUDA devices, found {name!r}")
-    return device
 
 
 def _is_batch(prompt: Seq[Any]) -> bool:
