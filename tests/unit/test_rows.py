@@ -72,6 +72,17 @@ def test_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_16_bits_are_packed_on_every_processor(dtype: torch.dtype) -> None:
+    """`F.linear` takes ten times as long for them where there are no instructions for their products."""
+    weight, x = random(96, 64).to(dtype), random(5, 64, seed=1)
+    assert type(linear.LinearFactory()(weight)) is type(linear.LinearFactory()(weight.float()))
+    wide = linear.PackedLinear(weight, torch.float32)
+    assert torch.equal(wide.rows(torch.arange(96)), weight)
+    torch.testing.assert_close(wide(x), (x.to(dtype).float() @ weight.float().T), atol=5e-2, rtol=1e-2)
+    assert linear.rows_agree(wide, 64)
+
+
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_block_linear_counts_rows_right(block: int) -> None:
     weight = random(12, 20)

@@ -40,7 +40,7 @@ from surefoot.engine.engine import Engine
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.runner import RunsItself
 from surefoot.errors import InputError
-from surefoot.kernels.linear import BlockLinear, Linear
+from surefoot.kernels.linear import BlockLinear, Linear, PackedLinear
 from surefoot.kernels.quantise import FLOAT8, Quantised
 from surefoot.loading.checkpoint import find_model
 from surefoot.loading.shapes import SHAPES
@@ -275,6 +275,8 @@ def counted(bar: Advance, total: int) -> Callable[[], None]:
 
 def dtype_in_memory(layer: Linear, dtype: torch.dtype) -> torch.dtype:
     """Of the layer's weight in a model of `dtype`."""
+    if isinstance(layer, PackedLinear):
+        return layer.held
     narrow = isinstance(layer, BlockLinear) and isinstance(layer.weight, Quantised)
     return FLOAT8 if narrow else dtype
 

@@ -4,8 +4,9 @@
 
 - `PackedLinear` (CPU): oneDNN with weights laid out in advance. From two rows on, its rows agree bit for bit at every
   count (checked on this machine for every shape when a model is built), and it reads weights at memory speed where
-  `F.linear` reaches a third of it.
-- `BlockLinear` (CUDA, and CPUs or dtypes without the above): `F.linear` on blocks of one fixed row count. A tensor-core
+  `F.linear` reaches a third of it. A processor without instructions for 16-bit products takes the same weights in
+  float32: twice the memory, and a sixth to a tenth of the time that `F.linear` takes there.
+- `BlockLinear` (CUDA, and builds without the above): `F.linear` on blocks of one fixed row count. A tensor-core
   tile treats its rows alike; float32 products on a GPU do not, so there, as on the CPU, a block is one row.
 
 Both take and return float32; the weights' dtype is that of the product. A pass of many rows that never needs to agree
@@ -44,25 +45,25 @@ class Linear(Protocol):
 
 
 class PackedLinear:
-    """oneDNN's inner product on a weight [out, in] reordered in advance."""
+    """oneDNN's inner product on a weight [out, in] reordered in advance, in memory as `held`.
+    Inputs and outputs are rounded to the weight's dtype either way, as its own product rounds them."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._dtype = weight.dtype
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    def __init__(self, weight: Tensor, held: torch.dtype) -> None:
+        self._dtype, self.held = weight.dtype, held
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(held))
         self._product = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] float32, n >= 2 -> [n, out] float32."""
-        half = self._dtype != torch.float32
-        out: Tensor = self._product(x.to(self._dtype) if half else x, self._packed, None, "none", [], "")
-        return out.float() if half else out
+        out: Tensor = self._product(x.to(self._dtype).to(self.held), self._packed, None, "none", [], "")
+        return out.to(self._dtype).float()
 
     bulk = __call__
 
     def rows(self, outputs: Tensor) -> Tensor:
         """Read back from the packed weight."""
         weight: Tensor = self._packed.to_dense()
-        return weight[outputs]
+        return weight[outputs].to(self._dtype)
 
 
 class BlockLinear:
@@ -175,15 +176,19 @@ def _in_blocks(weight: Weight) -> BlockLinear:
 
 
 def try_pack(weight: Tensor) -> PackedLinear | None:
-    """The packed layer, or None where this build or processor has no such product for the weight's dtype."""
-    if not torch.backends.mkldnn.is_available() or weight.dtype not in (torch.float32, torch.bfloat16):
+    """The packed layer, in float32 where this processor has no such product for the weight's dtype; None where this
+    build has none at all."""
+    if not torch.backends.mkldnn.is_available():
         return None
-    try:
-        packed = PackedLinear(weight)
-        packed(weight.new_zeros(MIN_ROWS, weight.shape[1], dtype=torch.float32))
-    except RuntimeError:
-        return None
-    return packed
+    # The few processors that have one for float16 are not worth a third kind of result.
+    for held in dict.fromkeys((torch.float32 if weight.dtype == torch.float16 else weight.dtype, torch.float32)):
+        try:
+            packed = PackedLinear(weight, held)
+            packed(weight.new_zeros(MIN_ROWS, weight.shape[1], dtype=torch.float32))
+        except RuntimeError:
+            continue
+        return packed
+    return None
 
 
 def rows_agree(linear: Linear, in_features: int, counts: tuple[int, ...] = PROBE_ROWS) -> bool:
