@@ -27,11 +27,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import checkout
 from surefoot import Engine, SamplingParams
-from surefoot.bench.machine import Watch, device_name
+from surefoot.bench.machine import Watch
 from surefoot.bench.prompts import random_prompts
 from surefoot.bench.run import load_model
 from surefoot.bench.settings import Settings
 from surefoot.engine.arguments import DTYPES, WEIGHTS
+from surefoot.engine.hardware import device_name
 from surefoot.errors import InputError
 from surefoot.loading.shapes import SHAPES
 from surefoot.sequence import Sequence

@@ -145,6 +145,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def by_ratio(self) -> bool:
+        """Whether drafts are judged by the p/q rule."""
+        return self.acceptance == "rejection" and not self.greedy
+
+    @property
     def ruled(self) -> bool:
         """Whether the history has a say in the logits, or anything else that `process` does not know."""
         return self.penalised or bool(

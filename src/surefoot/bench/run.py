@@ -16,7 +16,7 @@ import torch
 from surefoot.bench.cost import Ceiling, reader, step_bytes
 from surefoot.bench.library import Library, require_transformers
 from surefoot.bench.lossless import Outputs, Verdict, check_outputs, check_windows
-from surefoot.bench.machine import Watch, device_name, versions
+from surefoot.bench.machine import Watch, versions
 from surefoot.bench.measure import (
     LIBRARY,
     Batch,
@@ -37,6 +37,7 @@ from surefoot.bench.turns import Spread, take_turns
 from surefoot.engine.arguments import parse_device, parse_dtype
 from surefoot.engine.drafting import NEED_HEAD
 from surefoot.engine.engine import Engine
+from surefoot.engine.hardware import device_name
 from surefoot.engine.loaded import LoadedModel
 from surefoot.engine.runner import RunsItself
 from surefoot.errors import InputError

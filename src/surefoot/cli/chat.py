@@ -19,7 +19,7 @@ from surefoot.cli.progress import LateBar
 from surefoot.cli.session import Run, TextStream
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.engine.arguments import check_weights, parse_device, parse_dtype
-from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length, check_drafter, check_takes_vocabulary
+from surefoot.engine.drafting import NAMES, NEED_HEAD, check_drafter, check_takes_vocabulary, usual_draft_length
 from surefoot.engine.engine import MAX_SIZE, Engine
 from surefoot.engine.loaded import LoadedModel
 from surefoot.errors import InputError, SurefootError, shown
@@ -74,7 +74,7 @@ class Models:
         """Check the options, then read the files. An MTP head is read if there is one, whatever drafts at first."""
         device, dtype = parse_device(options.device), parse_dtype(options.dtype)
         check_weights(options.weights, device)
-        check_draft_length(check_drafter(options.drafter), options.draft_length, device)
+        usual_draft_length(check_drafter(options.drafter), options.draft_length, device)
         require_int("max_len", options.max_len, low=1, high=MAX_SIZE)
         if options.drafter == "draft-model" and options.draft_model is None:
             raise InputError("--drafter draft-model: expected --draft-model, found none")
@@ -96,7 +96,7 @@ class Models:
                 second = DraftModelDrafter(target, loaded.config.vocab_size)
         return cls(options, loaded, second)
 
-    def engine(self, drafter: str, draft_length: int) -> Engine:
+    def engine(self, drafter: str, draft_length: int | None) -> Engine:
         """One that drafts so. Raises InputError if it cannot."""
         if self.draft_model is not None and drafter in ("auto", "draft-model"):
             chosen: str | Drafter = self.draft_model

@@ -51,7 +51,7 @@ def compare(options: Options) -> bool:
         print(json.dumps(fast.result() | comparison | {"settings": session.settings()}))
     else:
         print(_comparison(session, fast.stats, slow.stats, speed_up, identical))
-    return identical or (not session.params.greedy and session.params.acceptance == "rejection")
+    return identical or session.params.by_ratio
 
 
 def statistics(run: Run) -> str:

@@ -45,8 +45,8 @@ class ModelOptions:
         str, _option("--drafter", "-d", help="auto, mtp, ngram, mtp+ngram, draft-model or none.", panel=DRAFT)
     ] = "auto"
     draft_length: Annotated[
-        int, _option("--draft-length", "-k", help="Most tokens to draft per step.", panel=DRAFT)
-    ] = 3
+        int | None, _option("--draft-length", "-k", help="Most tokens to draft per step: 3, auto 8.", panel=DRAFT)
+    ] = None
     draft_model: Annotated[
         str | None, _option("--draft-model", help="A second, smaller model to draft with.", panel=DRAFT)
     ] = None

@@ -14,32 +14,14 @@ from surefoot.types import Draft, Drafter, Kept, Resumable, ResumableDrafter
 MIN_MATCH = 4  # matched tokens from which a copied draft is taken before the other drafter's
 
 
-class CombinedDrafter:
-    """Copies from the text if its last `min_match` tokens or more stood there before, and asks `then` otherwise.
+class Pair:
+    """Two drafters that both observe everything, so that either is ready at any step: one that copies, and another."""
 
-    Both drafters observe everything, so either is ready at any step. A copied draft costs nothing, so a long agreement
-    beats a model's guess; a short one is often chance. Raises InputError if `min_match` is below 1.
-    """
-
-    def __init__(self, first: NgramDrafter, then: Drafter, min_match: int = MIN_MATCH) -> None:
-        require_int("min_match", min_match, low=1)
-        self.name = f"{then.name}+{first.name}"
+    def __init__(self, first: NgramDrafter, then: Drafter) -> None:
         self._first = first
         self._then = then
-        self._min_match = min_match
         if isinstance(then, Resumable):
             self.part = then.part
-
-    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
-        """Each sequence's draft from the one or the other; `then` is asked once, for all that are left to it."""
-        drafts: list[Draft | None] = []
-        for sequence, depth in zip(sequences, depths, strict=True):
-            match = self._first.find(sequence)
-            good = match is not None and match.length >= self._min_match
-            drafts.append(self._first.draft(sequence, match, depth) if good else None)
-        left = [i for i, draft in enumerate(drafts) if draft is None]
-        answers = iter(self._then.propose([sequences[i] for i in left], [depths[i] for i in left]) if left else ())
-        return [next(answers) if draft is None else draft for draft in drafts]
 
     def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
         """Show both what was committed."""
@@ -60,3 +42,28 @@ class CombinedDrafter:
         """Make both forget the sequence."""
         self._first.release(sequence)
         self._then.release(sequence)
+
+
+class CombinedDrafter(Pair):
+    """Copies from the text if its last `min_match` tokens or more stood there before, and asks `then` otherwise.
+
+    A copied draft costs nothing, so a long agreement beats a model's guess; a short one is often chance. Raises
+    InputError if `min_match` is below 1.
+    """
+
+    def __init__(self, first: NgramDrafter, then: Drafter, min_match: int = MIN_MATCH) -> None:
+        require_int("min_match", min_match, low=1)
+        super().__init__(first, then)
+        self.name = f"{then.name}+{first.name}"
+        self._min_match = min_match
+
+    def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
+        """Each sequence's draft from the one or the other; `then` is asked once, for all that are left to it."""
+        drafts: list[Draft | None] = []
+        for sequence, depth in zip(sequences, depths, strict=True):
+            match = self._first.find(sequence)
+            good = match is not None and match.length >= self._min_match
+            drafts.append(self._first.draft(sequence, match, depth) if good else None)
+        left = [i for i, draft in enumerate(drafts) if draft is None]
+        answers = iter(self._then.propose([sequences[i] for i in left], [depths[i] for i in left]) if left else ())
+        return [next(answers) if draft is None else draft for draft in drafts]

@@ -37,13 +37,19 @@ class Lane:
         slot, pending = sequence.slot, self.pending[sequence.slot]
         if pending is not None and position > 0:
             position, hidden = pending[0], torch.cat([pending[1], hidden])
-        if hidden.shape[0] > self._most:
-            # The last row stays: its output is the next draft.
-            done = hidden.shape[0] - 1
-            following = sequence.tokens[position + 1 : position + 1 + done]
-            self._head.prefill(hidden[:done], following, self.cache, slot, position)
-            position, hidden = position + done, hidden[done:]
         self.pending[slot] = (position, hidden)
+        self.fill(sequence, self._most)
+
+    def fill(self, sequence: Sequence, most: int) -> None:
+        """Take what is pending into the lane, if that is more than `most` rows; the last row stays: its output is the
+        next draft."""
+        if (pending := self.pending[sequence.slot]) is None or len(pending[1]) <= most:
+            return
+        position, hidden = pending
+        done = len(hidden) - 1
+        following = sequence.tokens[position + 1 : position + 1 + done]
+        self._head.prefill(hidden[:done], following, self.cache, sequence.slot, position)
+        self.pending[sequence.slot] = (position + done, hidden[done:])
 
     def keep(self, slot: int, start: int, stop: int) -> Kept:
         """Copies of the rows that may not have been in the lane after `start` tokens, and of the pending states."""

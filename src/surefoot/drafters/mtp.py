@@ -21,7 +21,8 @@ from surefoot.sequence import Sequence
 from surefoot.types import Draft, Kept
 from surefoot.verify import draft_row, draft_token
 
-BULK_ROWS = 16  # observed rows above which the lane is filled by a prefill pass at once
+BULK_ROWS = 16  # observed rows above which a prefill pass fills the lane, not the draft's first pass
+MOST_PENDING = 64  # observed rows that may wait for a draft: while none is asked for, one bulk pass serves them all
 
 
 class MTPDrafter:
@@ -38,7 +39,7 @@ class MTPDrafter:
         if not 0.0 <= min_confidence < 1.0:
             raise InputError(f"min_confidence: expected at least 0 and below 1, found {min_confidence}")
         self._head = head
-        self._lane = Lane(head, head.build_lane(slots), slots, BULK_ROWS)
+        self._lane = Lane(head, head.build_lane(slots), slots, MOST_PENDING)
         self._lm_head = draft_head or head.decoder
         self._min_confidence = min_confidence
 
@@ -56,6 +57,9 @@ class MTPDrafter:
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         """Chain the head up to `depths[i]` times behind each sequence; nothing where nothing was observed yet."""
+        for sequence, depth in zip(sequences, depths, strict=True):
+            if depth > 0:
+                self._lane.fill(sequence, BULK_ROWS)
         chains = [
             _Chain(sequence, depth, *pending)
             for sequence, depth in zip(sequences, depths, strict=True)

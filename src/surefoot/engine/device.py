@@ -283,7 +283,7 @@ class DeviceTarget:
         """Start a step for all of these, which are all that have entered and not left."""
         slots = [sequence.slot for sequence in running]
         size = next(size for size in _sizes(self.slots) if size > max(slots))
-        step = self._step(size, any(_by_ratio(sequence) for sequence in running))
+        step = self._step(size, any(sequence.params.by_ratio for sequence in running))
         step.launch()
         return Flight(list(running), step.report, self.drafter.name)
 
@@ -358,7 +358,7 @@ class DeviceRunner(Runner):
         own = self._target.drafter
         if drafter is not None and drafter is not own:
             raise InputError(f"drafter: expected the one in the device's step, {own.name!r}, found {drafter.name!r}")
-        if _by_ratio(sequence):
+        if sequence.params.by_ratio:
             self._target.warm_up(sampled=True)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -383,11 +383,6 @@ class DeviceRunner(Runner):
 
     def _leave(self, sequence: Sequence) -> None:
         self._target.leave(sequence)
-
-
-def _by_ratio(sequence: Sequence) -> bool:
-    """Whether the sequence's drafts are judged by the p/q rule."""
-    return sequence.params.acceptance == "rejection" and not sequence.params.greedy
 
 
 def _sizes(slots: int) -> Iterator[int]:

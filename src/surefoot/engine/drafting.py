@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Literal, get_args
@@ -9,11 +10,13 @@ from typing import Literal, get_args
 import torch
 
 from surefoot.cache.recurrent import MAX_WINDOW
+from surefoot.drafters.auto import DEEPEST, AutoDrafter
 from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.drafters.vocabulary import check_vocabulary, ranked
+from surefoot.engine.profile import Profile
 from surefoot.errors import CheckpointError, InputError, shown
 from surefoot.kernels.rows import rows_of_a_pass
 from surefoot.loading.files import is_there, read_list
@@ -25,6 +28,7 @@ DrafterName = Literal["none", "ngram", "mtp", "mtp+ngram", "draft-model", "auto"
 NAMES = get_args(DrafterName)
 NEED_HEAD = ("mtp", "mtp+ngram")
 COUNTED = "draft_vocab.json"  # of a checkpoint: token ids, the most frequent first
+DRAFT_LENGTH = 3
 DraftVocab = int | str | Path | Seq[int]
 DRAFTER_PARTS = ("name", "propose", "observe", "release")
 
@@ -49,6 +53,15 @@ def check_draft_length(drafter: str, draft_length: int, device: torch.device) ->
     if isinstance(draft_length, bool) or not isinstance(draft_length, int) or not low <= draft_length <= high:
         plain = " (drafter='none' decodes plainly)" if low else ""
         raise InputError(f"draft_length: expected an integer from {low} to {high}{plain}, found {shown(draft_length)}")
+
+
+def usual_draft_length(drafter: str, wanted: int | None, device: torch.device) -> int:
+    """`wanted`, or how many tokens the drafter of this name drafts where nobody said: 3, but "auto" on a CPU, which may
+    draft fewer at any step, chooses among more. Raises InputError for a number that it cannot use."""
+    if wanted is None:
+        wanted = DEEPEST if drafter == AutoDrafter.name and device.type == "cpu" else DRAFT_LENGTH
+    check_draft_length(drafter, wanted, device)
+    return wanted
 
 
 def check_takes_vocabulary(drafter: str | Drafter) -> None:
@@ -92,16 +105,24 @@ def draft_vocabulary(
     return tuple(sorted({*ids, *(token for token in eos_token_ids if token < vocab_size)})), notes
 
 
-def build_drafter(name: str, head: MTPHead | None, slots: int, draft_head: DraftHead | None = None) -> Drafter:
-    """The drafter that `name` stands for; "auto" is MTP where there is a head and n-gram lookup elsewhere."""
-    if name == "auto":
-        name = "ngram" if head is None else "mtp"
+def build_drafter(
+    name: str,
+    head: MTPHead | None,
+    slots: int,
+    draft_head: DraftHead | None = None,
+    profile: Callable[[], Profile] | None = None,
+) -> Drafter:
+    """The drafter that `name` stands for; "auto" goes by the `profile`, which is asked for if it is needed."""
     if name in NEED_HEAD and head is None:
         raise CheckpointError(f"drafter {name!r}: expected a checkpoint with an MTP head (mtp.* tensors), found none")
     if name == "none":
         return NoDrafter()
     if name == "ngram":
         return NgramDrafter()
-    assert head is not None
-    mtp = MTPDrafter(head, slots, draft_head=draft_head)
+    mtp = None if head is None else MTPDrafter(head, slots, draft_head=draft_head)
+    if name == "auto":
+        assert profile is not None
+        known = profile()
+        return AutoDrafter(known.costs, NgramDrafter(), mtp or NoDrafter(), known.priors)
+    assert mtp is not None
     return mtp if name == "mtp" else CombinedDrafter(NgramDrafter(), mtp)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from surefoot.cache.prefix import PrefixCache
+from surefoot.drafters.auto import AutoDrafter
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.arguments import check_weights, parse_device, parse_dtype
@@ -26,6 +27,7 @@ from surefoot.engine.drafting import (
     check_drafter,
     check_takes_vocabulary,
     has_all,
+    usual_draft_length,
 )
 from surefoot.engine.generation import Generation
 from surefoot.engine.loaded import LoadedModel
@@ -44,7 +46,6 @@ from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.types import Drafter, Target
 
 MAX_SIZE = 2**63 - 1  # of anything in a tensor
-DRAFT_LENGTH = 3  # of requests with a drafter on an engine that has none
 Host = Callable[[], tuple[Target, Drafter]]
 TARGET_PARTS = ("vocab_size", "max_len", "slots", "prefill", "verify", "commit", "release")
 Prompt = str | Seq[int]
@@ -104,7 +105,7 @@ class Engine:
         dtype: str | torch.dtype = "float32",
         weights: str = "whole",
         drafter: str | Drafter = "mtp",
-        draft_length: int = DRAFT_LENGTH,
+        draft_length: int | None = None,
         slots: int = 1,
         max_len: int = 4096,
         draft_model: str | Path | None = None,
@@ -116,11 +117,13 @@ class Engine:
         """Load a bundled model ("surefoot-demo"), a Hugging Face folder, or a hub id.
 
         `drafter`: "none", "ngram", "mtp", "mtp+ngram", "draft-model" (needs `draft_model`, any second checkpoint of
-        this family with the same vocabulary), "auto", or a Drafter of your own. `slots` prompts decode together;
-        `max_len` bounds prompt and output of each, as do the positions that the model has. `weights`: "whole" takes
-        them as the checkpoint has them, "fp8" cuts those of linear layers to 8 bits, on a GPU of compute capability 8.9
-        or above. `draft_vocab` has the MTP head draft among some tokens alone (and the end ids): so many of the most
-        frequent ones, a file with a JSON list of ids, or ids; `notes` say where the most frequent ones come from.
+        this family with the same vocabulary), "auto" (on a CPU, at each step whichever of none, n-gram and MTP
+        is fastest), or a Drafter of your own. A step drafts at most `draft_length` tokens (3; "auto" on a CPU
+        8). `slots` prompts decode together; `max_len` bounds prompt and output of each, as do the positions
+        that the model has. `weights`: "whole" takes them as the checkpoint has them, "fp8" cuts those of linear
+        layers to 8 bits, on a GPU of compute capability 8.9 or above. `draft_vocab` has the MTP head draft
+        among some tokens alone (and the end ids): so many of the most frequent ones, a file with a JSON list of
+        ids, or ids; `notes` say where the most frequent ones come from.
         Prompts are read `prefill_chunk` tokens at a time (as many as suit the device, if not given), and up to
         `prefix_cache_bytes` of what was read are kept, to be used by prompts that begin with the same chunks.
         `progress(done, total)` follows the loading and then, from 0 again, the recording of a GPU's steps.
@@ -129,7 +132,7 @@ class Engine:
         """
         torch_dtype, torch_device = parse_dtype(dtype), parse_device(device)
         check_weights(weights, torch_device)
-        check_draft_length(check_drafter(drafter), draft_length, torch_device)
+        draft_length = usual_draft_length(check_drafter(drafter), draft_length, torch_device)
         chunk = 1 if prefill_chunk is None else prefill_chunk
         for name, value in (("slots", slots), ("max_len", max_len), ("prefill_chunk", chunk)):
             require_int(name, value, low=1, high=MAX_SIZE)
@@ -162,7 +165,7 @@ class Engine:
         model: LoadedModel,
         *,
         drafter: str | Drafter = "mtp",
-        draft_length: int = 3,
+        draft_length: int | None = None,
         slots: int = 1,
         draft_vocab: DraftVocab | None = None,
         prefix_cache_bytes: int = 0,
@@ -173,7 +176,7 @@ class Engine:
         GPU's steps. Raises as `from_pretrained` does."""
         require_int("slots", slots, low=1, high=MAX_SIZE)
         own = [name for name in NAMES if name != "draft-model"]  # which comes as a Drafter
-        check_draft_length(check_drafter(drafter, own), draft_length, model.decoder.device)
+        draft_length = usual_draft_length(check_drafter(drafter, own), draft_length, model.decoder.device)
         notes = list(model.notes)
         if drafter == "auto" and model.head is None:
             notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
@@ -326,7 +329,10 @@ class Engine:
         own = self.drafter.name
         drafter = self.drafter if name is None or name == own else self._build_drafter(name)
         if draft_length is None:
-            draft_length = 0 if drafter.name == "none" else self.draft_length or DRAFT_LENGTH
+            own_length = self.draft_length if own != AutoDrafter.name or drafter is self.drafter else None
+            draft_length = (
+                0 if drafter.name == "none" else usual_draft_length(drafter.name, own_length or None, self.device)
+            )
         elif drafter.name != "none":
             check_draft_length(drafter.name, draft_length, self.device)
         if isinstance(self.target, RunsItself) and draft_length != self.draft_length:

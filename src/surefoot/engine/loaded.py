@@ -12,6 +12,7 @@ import torch
 
 from surefoot.config import ModelConfig
 from surefoot.engine.drafting import NEED_HEAD, DraftVocab, build_drafter, draft_vocabulary
+from surefoot.engine.profile import profile_of
 from surefoot.engine.target import DecoderTarget
 from surefoot.errors import InputError
 from surefoot.kernels.linear import LinearFactory
@@ -197,11 +198,15 @@ class LoadedModel:
         return fits(self.config)
 
     def drafter(self, name: str, slots: int, draft_head: DraftHead | None = None) -> Drafter:
-        """The drafter of this name for so many slots; asked again, the same one."""
+        """The drafter of this name for so many slots; asked again, the same one. The first "auto" of a model on a
+        machine measures what steps cost there."""
         key = (name, slots, draft_head)
         if key not in self._drafters:
             with torch.inference_mode():
-                self._drafters[key] = build_drafter(name, self.head, slots, draft_head)
+                self._drafters[key] = build_drafter(
+                    name, self.head, slots, draft_head,
+                    lambda: profile_of(self.decoder, self.head, slots, draft_head),
+                )  # fmt: skip
         return self._drafters[key]
 
     def clear(self, max_len: int | None = None) -> None:

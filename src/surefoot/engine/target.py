@@ -62,15 +62,16 @@ def read_prompt(
 
 class DecoderTarget:
     """See `surefoot.types.Target` and `ResumableTarget`. All slots share one cache; a window's rows of all slots are
-    one pass. Prompts are read in chunks of `chunk` tokens, as many as suit the device unless it is given."""
+    one pass. Prompts are read in chunks of `chunk` tokens, as many as suit the device unless it is given; `max_len` is
+    the decoder's unless it is given."""
 
-    def __init__(self, decoder: Decoder, slots: int, chunk: int | None = None) -> None:
+    def __init__(self, decoder: Decoder, slots: int, chunk: int | None = None, max_len: int | None = None) -> None:
         self.decoder = decoder
         self.vocab_size = decoder.config.vocab_size
-        self.max_len = decoder.max_len
+        self.max_len = decoder.max_len if max_len is None else max_len
         self.slots = slots
         self.chunk = prefill_chunk(decoder.device) if chunk is None else chunk
-        self.cache = build_cache(decoder.config, slots, decoder.max_len, decoder.dtype, decoder.device)
+        self.cache = build_cache(decoder.config, slots, self.max_len, decoder.dtype, decoder.device)
         self._marks: dict[int, Snapshot] = {}
 
     def prefill(self, slot: int, tokens: Seq[int]) -> Iterator[tuple[int, Tensor]]:

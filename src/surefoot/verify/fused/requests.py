@@ -57,6 +57,6 @@ class Requests:
         self.nucleus[slot] = max(1, math.ceil(params.top_p * 2**40)) if params.top_p < 1.0 else _OFF
         self.floor[slot] = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
         self.seed[slot] = params.seed - 2**64 if params.seed >= 2**63 else params.seed
-        self.rejection[slot] = int(params.acceptance == "rejection" and not params.greedy)
+        self.rejection[slot] = int(params.by_ratio)
         self.limit[slot] = limit
         self.params[slot] = params
