@@ -20,7 +20,7 @@ from surefoot.drafters.ngram import Match, NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.drafters.policy import Guard, Option, Probes, Rates, StepCosts, fastest
 from surefoot.sequence import Sequence
-from surefoot.types import Draft
+from surefoot.types import Draft, Drafter
 
 DEEPEST = 8  # tokens of the longest draft it considers
 MATCHES = (1, 2, 3, 4, 8, 16)  # matched tokens that tell copies apart, each up to the next
@@ -37,11 +37,11 @@ PLAIN = NoDrafter.name
 
 @dataclass
 class _Run:
-    """What is known of one sequence: its rates by arm, what it may lose, and the step it is in."""
+    """What is known of one sequence: its rates and probes by arm, what it may lose, and the step it is in."""
 
     rates: dict[str, Rates]
+    probes: dict[str, Probes]
     guard: Guard = field(default_factory=Guard)
-    probes: Probes = field(default_factory=Probes)
     pick: Option | None = None
     drafted: int = 0
     cost: float = 1.0
@@ -62,12 +62,12 @@ class AutoDrafter(Pair):
         self,
         costs: StepCosts,
         first: NgramDrafter,
-        then: MTPDrafter | NoDrafter,
+        then: Drafter,
         priors: Mapping[str, Seq[float]] = PRIORS,
     ) -> None:
         super().__init__(first, then)
         self._costs = costs
-        self._has_head = isinstance(then, MTPDrafter)
+        self._has_head = not isinstance(then, NoDrafter)
         self._priors = {**PRIORS, **priors}
         self._shared = {arm: Rates(prior, LASTING) for arm, prior in self._priors.items()}
         self._runs: dict[Sequence, _Run] = {}
@@ -107,7 +107,7 @@ class AutoDrafter(Pair):
         run.guard.add(emitted, run.cost)
         if run.drafted:
             run.rates[run.pick.arm].judge(run.drafted, kept)
-            run.probes.judge(_emitted(sequence), kept)
+            run.probes[run.pick.arm].judge(_emitted(sequence), kept)
             if not sequence.params.by_ratio:
                 self._shared[run.pick.arm].judge(run.drafted, kept)
         run.pick = None
@@ -135,7 +135,7 @@ class AutoDrafter(Pair):
 
     def _begin(self, sequence: Sequence) -> _Run:
         held = self._priors if sequence.params.by_ratio else {a: own.chances() for a, own in self._shared.items()}
-        return _Run({arm: Rates(prior) for arm, prior in held.items()})
+        return _Run({arm: Rates(prior) for arm, prior in held.items()}, {arm: Probes() for arm in held})
 
     def _table(self, batch: int, context: int) -> tuple[list[float], list[float]]:
         """A sequence's share of a pass, and of the head's drafts, by the length of the draft."""
@@ -151,11 +151,12 @@ class AutoDrafter(Pair):
 
     def _probe(self, sequence: Sequence, run: _Run, menu: list[Option]) -> Option:
         """Plain decoding, which pays best, or what comes next after it if that should be tried again."""
-        plain, rest = menu[0], menu[1:]
-        if not rest or not run.probes.due(_emitted(sequence)):
+        plain, emitted = menu[0], _emitted(sequence)
+        due = [option for option in menu[1:] if run.probes[option.arm].due(emitted)]
+        if not due:
             return plain
         self.probed += 1
-        return max(rest, key=lambda option: option.tokens - option.seconds / plain.seconds)
+        return max(due, key=lambda option: option.tokens - option.seconds / plain.seconds)
 
     def _ask_head(self, sequences: Seq[Sequence], drafts: list[Draft]) -> None:
         """Put the head's drafts in their places; it is asked once."""

@@ -55,6 +55,18 @@ class StepCosts:
             return 0.0
         return _between(self.batches, [first + (depth - 1) * further for first, further in self.draft], batch)
 
+    def joined(self, other: StepCosts) -> StepCosts:
+        """These and those of further batch sizes, measured with the same windows and context."""
+        assert (self.windows, self.context) == (other.windows, other.context)
+        order = sorted(range(len(self.batches) + len(other.batches)), key=[*self.batches, *other.batches].__getitem__)
+
+        def merged(name: str) -> tuple[Any, ...]:
+            both = (*getattr(self, name), *getattr(other, name))
+            return tuple(both[i] for i in order)
+
+        return StepCosts(merged("batches"), self.windows, self.context, merged("verify"), merged("by_context"),
+                         merged("draft"))  # fmt: skip
+
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
@@ -141,12 +153,13 @@ def fastest(menus: Seq[Seq[Option]]) -> list[Option]:
     which depends on the choices. Dinkelbach's iteration (1967) finds both; it rises at every turn.
     """
     rate = 0.0
-    while True:
+    while menus:
         picks = [max(menu, key=lambda option: option.tokens - rate * option.seconds) for menu in menus]
         reached = sum(pick.tokens for pick in picks) / sum(pick.seconds for pick in picks)
         if reached <= rate * (1 + 1e-9):
             return picks
         rate = reached
+    return []
 
 
 class Guard:

@@ -28,11 +28,17 @@ Name = TypeVar("Name")
 SLOW_S = 0.02  # seconds of a call from which fewer rounds must do
 
 
-def measure_costs(decoder: Decoder, head: MTPHead | None, slots: int, draft_head: DraftHead | None = None) -> StepCosts:
-    """Costs of steps of up to `slots` sequences, in caches of their own; a second or so for a small model. What is kept
-    of each call's times is the least: all else is other work of the machine."""
+def batches_for(slots: int) -> list[int]:
+    """The batch sizes to measure for up to so many sequences."""
+    return sorted({size for size in (1, 4) if size < slots} | {min(slots, MOST_SLOTS)})
+
+
+def measure_costs(
+    decoder: Decoder, head: MTPHead | None, batches: Seq[int], draft_head: DraftHead | None = None
+) -> StepCosts:
+    """Costs of steps of so many sequences, in caches of their own; a second or so for a small model. What is kept of
+    each call's times is the least: all else is other work of the machine."""
     max_len = min(FAR, decoder.max_len)
-    batches = sorted({size for size in (1, 4, 16) if size < slots} | {min(slots, MOST_SLOTS)})
     windows = [size for size in WINDOWS if size < max_len]
     context = max(0, min(NEAR, max_len - windows[-1]))
     measured = [_measure_batch(decoder, head, size, windows, context, max_len, draft_head) for size in batches]
@@ -106,8 +112,9 @@ def _measure_drafts(
             drafter.observe(sequence, context, hidden)
         drafter.propose(sequences, [depth] * slots)
 
-    seconds = _least({depth: partial(draft, depth) for depth in (1, CHAIN)}, lambda: None, head.decoder.device)
-    return seconds[1], max(0.0, seconds[CHAIN] - seconds[1]) / (CHAIN - 1)
+    longer = min(CHAIN, len(text) - context)
+    seconds = _least({depth: partial(draft, depth) for depth in (1, longer)}, lambda: None, head.decoder.device)
+    return seconds[1], max(0.0, seconds[longer] - seconds[1]) / max(1, longer - 1)
 
 
 def _least(

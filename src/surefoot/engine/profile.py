@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from surefoot.drafters.policy import StepCosts
-from surefoot.engine.calibrate import measure_costs
+from surefoot.engine.calibrate import FAR, batches_for, measure_costs
 from surefoot.engine.hardware import device_name
 from surefoot.engine.memory import memory_of
 from surefoot.errors import InputError
@@ -38,10 +38,10 @@ class Profile:
 
 
 def profile_file(
-    decoder: Decoder, head: MTPHead | None, slots: int, draft_head: DraftHead | None, folder: Path | None = None
+    decoder: Decoder, head: MTPHead | None, draft_head: DraftHead | None = None, folder: Path | None = None
 ) -> Path:
     """Where the profile of such a model on this machine is kept: in `folder`, the user's own if not given. The name has
-    a digest of all that costs depend on: shapes, weights' types, device, threads, slots and versions."""
+    a digest of all that costs depend on: shapes, weights' types, device, threads and versions."""
     told: dict[str, Any] = {
         "format": FORMAT,
         "model": asdict(decoder.config),
@@ -51,8 +51,7 @@ def profile_file(
         "draft_vocab": 0 if draft_head is None else len(draft_head.ids),
         "device": device_name(decoder.device),
         "threads": torch.get_num_threads(),
-        "slots": slots,
-        "max_len": decoder.max_len,
+        "context": min(FAR, decoder.max_len),
         "versions": {name: metadata.version(name) for name in PACKAGES},
     }
     digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -86,12 +85,15 @@ def save_profile(file: Path, profile: Profile) -> None:
 def profile_of(
     decoder: Decoder, head: MTPHead | None, slots: int, draft_head: DraftHead | None = None, folder: Path | None = None
 ) -> Profile:
-    """The kept profile, or a new one, which is kept if it can be: a folder that cannot be written costs the next
-    start a second, and nobody their output."""
-    file = profile_file(decoder, head, slots, draft_head, folder)
-    profile = load_profile(file)
-    if profile is None:
-        profile = Profile(measure_costs(decoder, head, slots, draft_head))
+    """The kept profile with what it lacks for so many slots, or a new one. It is kept if it can be: a folder that
+    cannot be written costs the next start a second, and nobody their output."""
+    file = profile_file(decoder, head, draft_head, folder)
+    known = load_profile(file)
+    missing = [size for size in batches_for(slots) if known is None or size not in known.costs.batches]
+    if missing:
+        costs = measure_costs(decoder, head, missing, draft_head)
+        known = Profile(costs) if known is None else replace(known, costs=known.costs.joined(costs))
         with suppress(InputError):
-            save_profile(file, profile)
-    return profile
+            save_profile(file, known)
+    assert known is not None
+    return known
