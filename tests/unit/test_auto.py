@@ -86,7 +86,7 @@ def test_a_bad_head_is_hardly_asked() -> None:
     run(drafter)
     asked = sum(count for (arm, _), count in drafter.choices.items() if arm == "mtp")
     assert 0 < asked < 40
-    assert 0 < drafter.probed <= asked
+    assert drafter.probed > 0
 
 
 def test_a_head_that_costs_too_much_is_left_alone() -> None:

@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from surefoot.drafters.policy import GUARDED, LOSS, UNGUARDED, Guard, Option, Probes, Rates, StepCosts, fastest
+from surefoot.drafters.policy import (
+    GUARDED,
+    LOSS,
+    MEMORY,
+    PRIOR,
+    UNGUARDED,
+    Guard,
+    Option,
+    Probes,
+    Rates,
+    StepCosts,
+    fastest,
+)
 
 COSTS = StepCosts(
     batches=(1, 4),
@@ -76,8 +88,9 @@ def test_rates_judge_places_up_to_the_first_refused_token() -> None:
     rates = Rates((0.5, 0.5, 0.5))
     rates.judge(3, 1)  # the first was kept, the second refused, the third never looked at
     first, second, third = rates.chances()
-    assert first == pytest.approx((2 * 0.5 + 1) / 3)
-    assert second == pytest.approx(2 * first / 3)
+    prior = PRIOR * MEMORY
+    assert first == pytest.approx((prior * 0.5 + 1) / (prior + 1))
+    assert second == pytest.approx(prior * first / (prior + 1))
     assert third == pytest.approx(second)  # what was held of it, in proportion to the place before
 
 
@@ -195,5 +208,5 @@ def test_probes_get_rare_while_they_fail() -> None:
     assert gaps == sorted(gaps)
     assert gaps[-1] == Probes.LAST
     probes.judge(2000, kept=1)
-    assert probes.due(2000 + Probes.FIRST)
-    assert not probes.due(2000 + Probes.FIRST - 1)
+    assert probes.due(2001)
+    assert not probes.due(2000)

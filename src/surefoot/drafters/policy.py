@@ -17,7 +17,7 @@ from operator import mul
 from typing import Any
 
 MEMORY = 0.88  # what a judged draft counts once another has been judged: about the last eight matter
-PRIOR = 2.0  # how many judged drafts a prior is worth
+PRIOR = 2.0  # how many judged drafts a prior is worth at first; it is forgotten as they are
 GUARDED = 256  # tokens of a span over which a loss is bounded
 UNGUARDED = 64  # tokens at a request's beginning that no span has in it
 LOSS = 0.02  # of plain decoding's time over such a span that drafts may lose; what is left of 3 % is for our own work
@@ -110,6 +110,7 @@ class Rates:
     def __init__(self, prior: Seq[float], memory: float = MEMORY) -> None:
         self._prior = tuple(prior)
         self._memory = memory
+        self._weight = [PRIOR] * len(self._prior)
         self._kept = [0.0] * len(self._prior)
         self._judged = [0.0] * len(self._prior)
 
@@ -117,6 +118,7 @@ class Rates:
         """A draft of `drafted` tokens of which the first `kept` were kept: the places up to the first refused one were
         judged."""
         for place in range(min(drafted, kept + 1, len(self._prior))):
+            self._weight[place] *= self._memory
             self._kept[place] = self._memory * self._kept[place] + (place < kept)
             self._judged[place] = self._memory * self._judged[place] + 1
 
@@ -124,8 +126,8 @@ class Rates:
         """By place."""
         chances: list[float] = []
         scale = 1.0
-        for held, kept, judged in zip(self._prior, self._kept, self._judged, strict=True):
-            chance = (PRIOR * min(1.0, scale * held) + kept) / (PRIOR + judged)
+        for held, weight, kept, judged in zip(self._prior, self._weight, self._kept, self._judged, strict=True):
+            chance = (weight * min(1.0, scale * held) + kept) / (weight + judged)
             scale = chance / held if held else 1.0
             chances.append(chance)
         return chances
@@ -195,9 +197,10 @@ class Guard:
 
 
 class Probes:
-    """When to try again what does not seem to pay: rarely, and more rarely each time that it did not."""
+    """When to try again what does not seem to pay: rarely, more rarely each time that it did not, and at once when it
+    did."""
 
-    FIRST, LAST = 16, 256  # tokens from one to the next
+    FIRST, LAST = 4, 64  # tokens from one to the next
 
     def __init__(self) -> None:
         self._interval = self.FIRST
@@ -210,4 +213,4 @@ class Probes:
     def judge(self, tokens: int, kept: int) -> None:
         """A draft was judged when so many tokens had been emitted: what is being tried need not be tried soon."""
         self._interval = self.FIRST if kept else min(2 * self._interval, self.LAST)
-        self._due = tokens + self._interval
+        self._due = tokens + (1 if kept else self._interval)

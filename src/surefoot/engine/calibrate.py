@@ -23,9 +23,10 @@ NEAR, FAR = 32, 1024  # tokens of context that passes are measured behind, where
 WINDOWS = (1, 2, 3, 4, 6, DEEPEST + 1)
 MOST_SLOTS = 16  # sequences that are measured together at most; beyond, costs go on as they did
 CHAIN = 4  # tokens of the longer one of two drafts, whose difference is what a further token costs
-ROUNDS, SLOW_ROUNDS = 5, 3
+BURST = 4  # calls in a row, as in decoding: a pass behind another one takes longer than a pass alone
+ROUNDS, SLOW_ROUNDS = 5, 2
 Name = TypeVar("Name")
-SLOW_S = 0.02  # seconds of a call from which fewer rounds must do
+SLOW_S = 0.1  # seconds of a burst from which fewer rounds must do
 
 
 def batches_for(slots: int) -> list[int]:
@@ -39,8 +40,8 @@ def measure_costs(
     """Costs of steps of so many sequences, in caches of their own; a second or so for a small model. What is kept of
     each call's times is the least: all else is other work of the machine."""
     max_len = min(FAR, decoder.max_len)
-    windows = [size for size in WINDOWS if size < max_len]
-    context = max(0, min(NEAR, max_len - windows[-1]))
+    windows = [size for size in WINDOWS if size + BURST <= max_len] or [1]
+    context = max(0, min(NEAR, max_len - windows[-1] - BURST))
     measured = [_measure_batch(decoder, head, size, windows, context, max_len, draft_head) for size in batches]
     return StepCosts(
         tuple(batches),
@@ -63,6 +64,7 @@ def _measure_batch(
 ) -> tuple[tuple[float, ...], tuple[float, float], tuple[float, float]]:
     """Of `slots` sequences together: seconds of passes, what context adds to them, and seconds of drafts."""
     target = DecoderTarget(decoder, slots, max_len=max_len)
+    burst = min(BURST, max_len - windows[-1])
     text = torch.randint(target.vocab_size, (max_len,), generator=torch.Generator().manual_seed(1)).tolist()
     for slot in range(slots):
         for _ in target.prefill(slot, text[:context]):
@@ -70,23 +72,23 @@ def _measure_batch(
         target.mark(slot)
 
     def read(size: int, further: int) -> None:
-        """A pass behind the context, and behind `further` positions that hold nothing."""
+        """A burst of passes behind the context, and behind `further` positions that hold nothing."""
         for slot in range(slots):
             target.cache.extend(slot, further)
-        target.verify([Window(slot, tuple(text[:size])) for slot in range(slots)])
-        for slot in range(slots):
-            target.commit(slot, size)
-            target.cache.settle(slot)
+        for _ in range(burst):
+            target.verify([Window(slot, tuple(text[:size])) for slot in range(slots)])
+            for slot in range(slots):
+                target.commit(slot, 1)
 
     def rewind() -> None:
         for slot in range(slots):
             target.rewind(slot)
 
-    further = max_len - windows[-1] - context
+    further = max_len - windows[-1] - burst - context
     calls = {(size, 0): partial(read, size, 0) for size in windows}
     ends = (windows[0], windows[-1])
     calls |= {(size, further): partial(read, size, further) for size in ends if further > NEAR}
-    seconds = _least(calls, rewind, decoder.device)
+    seconds = {key: s / burst for key, s in _least(calls, rewind, decoder.device).items()}
     passes = [seconds[size, 0] for size in windows]
     passes = [min(passes[place:]) for place in range(len(passes))]  # fewer tokens never cost more
     slope = (0.0, 0.0)
@@ -104,17 +106,22 @@ def _measure_drafts(
     if head is None:
         return 0.0, 0.0
     drafter = MTPDrafter(head, slots, draft_head=draft_head)
-    hidden = torch.zeros(1, head.config.hidden_size, device=head.decoder.device)
+    hidden = torch.zeros(context + 1, head.config.hidden_size, device=head.decoder.device)
     sequences = [Sequence(slot, text[: context + 2], SamplingParams(), limit=len(text)) for slot in range(slots)]
+    for sequence in sequences:
+        drafter.observe(sequence, 0, hidden)
+    drafter.propose(sequences, [1] * slots)  # the lane holds the context now
 
     def draft(depth: int) -> None:
-        for sequence in sequences:
-            drafter.observe(sequence, context, hidden)
-        drafter.propose(sequences, [depth] * slots)
+        for _ in range(BURST):
+            for sequence in sequences:
+                drafter.observe(sequence, max(0, context - 1), hidden[-2:])
+            drafter.propose(sequences, [depth] * slots)
 
     longer = min(CHAIN, len(text) - context)
     seconds = _least({depth: partial(draft, depth) for depth in (1, longer)}, lambda: None, head.decoder.device)
-    return seconds[1], max(0.0, seconds[longer] - seconds[1]) / max(1, longer - 1)
+    first, further = seconds[1] / BURST, max(0.0, seconds[longer] - seconds[1]) / BURST
+    return first, further / max(1, longer - 1)
 
 
 def _least(
@@ -130,10 +137,8 @@ def _least(
         _wait(device)
         return time.perf_counter() - start
 
-    for call in calls.values():  # not counted: what is new costs more
-        timed(call)
     least = {name: timed(call) for name, call in calls.items()}
-    for _ in range((SLOW_ROUNDS if max(least.values()) > SLOW_S else ROUNDS) - 1):
+    for _ in range(SLOW_ROUNDS if max(least.values()) > SLOW_S else ROUNDS):
         least = {name: min(least[name], timed(call)) for name, call in calls.items()}
     return least
 
