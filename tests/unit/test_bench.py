@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from surefoot.bench.cost import Ceiling, StepBytes, step_bytes
 from surefoot.bench.lossless import NotLosslessError, check_outputs
 from surefoot.bench.measure import LIBRARY, Batch, Sample, make_row, measure
-from surefoot.bench.prompts import held_out, random_prompts, text_prompts
+from surefoot.bench.prompts import held_out, kinds, random_prompts, text_prompts
 from surefoot.bench.settings import PLAIN, Method, Settings
 from surefoot.cli.main import app
 from surefoot.drafters.mtp import MTPDrafter
@@ -159,6 +159,15 @@ class TestRows:
         assert [sample.outputs for sample in samples["x"]] == [[[5], [6]]] * 2
         last = samples["x"][1]
         assert (last.counted, last.steps, last.seconds.decode_s, len(last.stats)) == (2, 2, 4.0, 2)
+
+
+def test_built_in_kinds_are_a_few_different_short_prompts_each() -> None:
+    prompts = kinds()
+    assert list(prompts) == ["chat", "code", "edit", "summary", "extraction", "mathematics", "creative"]
+    assert all(len(texts) >= 3 for texts in prompts.values())
+    every = [text for texts in prompts.values() for text in texts]
+    assert len(set(every)) == len(every)
+    assert all(20 < len(text) < 1000 for text in every)
 
 
 def test_all_that_differs_is_named() -> None:
