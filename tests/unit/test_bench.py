@@ -108,6 +108,14 @@ class TestPrompts:
         assert {len(prompt) for prompt in prompts} == {300}
         assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
 
+    def test_built_in_kinds_are_a_few_different_short_prompts_each(self) -> None:
+        prompts = kinds()
+        assert list(prompts) == ["chat", "code", "edit", "summary", "extraction", "mathematics", "creative"]
+        assert all(len(texts) >= 3 for texts in prompts.values())
+        every = [text for texts in prompts.values() for text in texts]
+        assert len(set(every)) == len(every)
+        assert all(20 < len(text) < 1000 for text in every)
+
     def test_random_tokens_are_the_same_again(self) -> None:
         assert random_prompts(50, 3, 7) == random_prompts(50, 3, 7)
         assert len({tuple(prompt) for prompt in random_prompts(50, 3, 7)}) == 3
@@ -159,15 +167,6 @@ class TestRows:
         assert [sample.outputs for sample in samples["x"]] == [[[5], [6]]] * 2
         last = samples["x"][1]
         assert (last.counted, last.steps, last.seconds.decode_s, len(last.stats)) == (2, 2, 4.0, 2)
-
-
-def test_built_in_kinds_are_a_few_different_short_prompts_each() -> None:
-    prompts = kinds()
-    assert list(prompts) == ["chat", "code", "edit", "summary", "extraction", "mathematics", "creative"]
-    assert all(len(texts) >= 3 for texts in prompts.values())
-    every = [text for texts in prompts.values() for text in texts]
-    assert len(set(every)) == len(every)
-    assert all(20 < len(text) < 1000 for text in every)
 
 
 def test_all_that_differs_is_named() -> None:

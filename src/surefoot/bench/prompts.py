@@ -16,8 +16,9 @@ def held_out() -> list[dict[str, str]]:
 
 
 def kinds() -> dict[str, list[str]]:
-    """The built-in prompts by what is asked for: chat, code, edit, summary, extraction, mathematics, creative. They read
-    as text to be gone on with, so that models without a chat template can."""
+    """The built-in prompts by what is asked for: chat, code, edit, summary, extraction, mathematics, creative.
+
+    They are texts to be gone on with, which a model without a chat template can do, too."""
     prompts: dict[str, list[str]] = {}
     for line in _lines("kinds.jsonl"):
         prompts.setdefault(line["kind"], []).append(line["text"])
