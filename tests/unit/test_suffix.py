@@ -134,7 +134,7 @@ def test_what_followed_most_often_is_drafted() -> None:
 def test_a_draft_is_as_long_as_its_match_is_good() -> None:
     text = list(range(10, 60))
     lengths = [len(drafted(SuffixDrafter(), [*text, 0, *text[:n]], 64)) for n in (2, 3, 5)]
-    assert lengths == [6, 9, 15]  # n / (n + k) >= 1/4
+    assert lengths == [8, 12, 20]  # n / (n + k) >= 1/5
     assert len(drafted(SuffixDrafter(min_chance=0.5), [*text, 0, *text[:4]], 64)) == 4
     split = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3]  # went on in two ways
     assert len(drafted(SuffixDrafter(), split)) < len(drafted(SuffixDrafter(), [1, 2, 3, 4, 9, 8, 1, 2, 3]))
@@ -148,7 +148,7 @@ def test_earlier_requests_are_drafted_from() -> None:
     drafter = SuffixDrafter()
     drafter.release(sequence_of([1, 2, 3, 4, 5, 6]))
     assert drafted(drafter, [9, 2, 3], 3) == (4, 5, 6)
-    assert drafted(drafter, [9, 6, 9], 3) == ()
+    assert drafted(drafter, [9, 6, 8], 3) == ()
     assert drafted(SuffixDrafter(capacity=0), [9, 2, 3], 3) == ()
 
 
@@ -194,7 +194,7 @@ def test_a_draft_ends_at_a_stop_token_and_has_no_distribution() -> None:
     assert draft.source == "suffix"
 
 
-@pytest.mark.parametrize("tokens", [[7], [7, 7], [1, 2, 3]])
+@pytest.mark.parametrize("tokens", [[], [7], [1, 2, 3]])
 def test_short_prompts_draft_nothing(tokens: list[int]) -> None:
     assert drafted(SuffixDrafter(), tokens) == ()
 

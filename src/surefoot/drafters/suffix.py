@@ -25,8 +25,8 @@ CAPACITY = 32_768  # tokens of earlier requests that are known
 SEGMENTS = 4  # automata that hold them; the oldest is forgotten as a whole
 LONGEST = 64  # a match in earlier requests is measured over so many tokens
 COUNTED = 32  # of the strings that end at a token, the longest so many kinds are counted
-MIN_MATCH = 2
-MIN_CHANCE = 0.25
+MIN_MATCH = 1
+MIN_CHANCE = 0.2  # four tokens for every matched one
 
 
 class Place(NamedTuple):
