@@ -21,7 +21,7 @@ from surefoot.model.tensors import random_tensors
 from surefoot.sampling import StructuredOutput
 from surefoot.verify import Rules
 
-DRAFTERS = ["ngram", "mtp", "mtp+ngram", "draft-model"]
+DRAFTERS = ["ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix", "draft-model"]
 TOKENS = 28
 PROMPT = [5, 6, 7, 5, 6, 7, 5, 6]
 VOCAB = 8

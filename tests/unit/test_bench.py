@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from surefoot.bench.cost import Ceiling, StepBytes, step_bytes
 from surefoot.bench.lossless import NotLosslessError, check_outputs
 from surefoot.bench.measure import LIBRARY, Batch, Sample, make_row, measure
-from surefoot.bench.prompts import held_out, random_prompts, text_prompts
+from surefoot.bench.prompts import held_out, kinds, random_prompts, text_prompts
 from surefoot.bench.settings import PLAIN, Method, Settings
 from surefoot.cli.main import app
 from surefoot.drafters.mtp import MTPDrafter
@@ -107,6 +107,14 @@ class TestPrompts:
         prompts = text_prompts(tokenizer, 2 * len(held_out()) + 1, 300)
         assert {len(prompt) for prompt in prompts} == {300}
         assert len({tuple(prompt) for prompt in prompts}) == len(prompts)
+
+    def test_built_in_kinds_are_a_few_different_short_prompts_each(self) -> None:
+        prompts = kinds()
+        assert list(prompts) == ["chat", "code", "edit", "summary", "extraction", "mathematics", "creative"]
+        assert all(len(texts) >= 3 for texts in prompts.values())
+        every = [text for texts in prompts.values() for text in texts]
+        assert len(set(every)) == len(every)
+        assert all(20 < len(text) < 1000 for text in every)
 
     def test_random_tokens_are_the_same_again(self) -> None:
         assert random_prompts(50, 3, 7) == random_prompts(50, 3, 7)

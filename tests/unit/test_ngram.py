@@ -169,3 +169,64 @@ def test_errors_name_the_argument() -> None:
         NgramDrafter(match="last")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="max_draft"):
         propose([1], [1], max_draft=0)
+
+
+SOURCE = list(range(20, 40))
+
+
+def copied(drafter: NgramDrafter, output: list[int], depth: int = 4) -> list[tuple[int, ...]]:
+    """Every draft while `output` is written behind the source."""
+    sequence, drafts = sequence_of([*SOURCE, 0]), []
+    while left := output[len(sequence.output) :]:
+        drafts.append(drafter.propose([sequence], [depth])[0].tokens)
+        kept = next((i for i, (a, b) in enumerate(zip(drafts[-1], left, strict=False)) if a != b), len(drafts[-1]))
+        sequence.extend(left[: kept + 1])
+    return drafts
+
+
+def test_after_a_near_miss_the_copy_goes_on_behind_the_replaced_token() -> None:
+    output = [*SOURCE[:10], 1, *SOURCE[11:]]
+    assert tuple(SOURCE[11:15]) in copied(NgramDrafter(), output)
+    lost, kept = copied(NgramDrafter(reanchor=False), output), copied(NgramDrafter(), output)
+    assert len(kept) < len(lost)
+    assert () in lost[2:]  # the control: without it, two tokens are written plainly
+    assert () not in kept[2:]
+
+
+def test_a_near_miss_needs_a_copy_that_went_well() -> None:
+    assert copied(NgramDrafter(), [*SOURCE[:3], 1, 2, 3])[-2:] == [(), ()]  # three tokens of the source
+    assert copied(NgramDrafter(), [*SOURCE[:10], 1, 2, 3])[-2:] == [tuple(SOURCE[11:15]), ()]  # a second miss in a row
+    elsewhere = sequence_of([*SOURCE, 5, 6, 7, 8, 9])
+    assert NgramDrafter().propose([elsewhere], [3])[0].tokens == ()  # nothing was copied
+
+
+def test_what_is_known_of_the_new_token_comes_first() -> None:
+    """A name that replaces another goes on as it did at the first place."""
+    sequence = sequence_of([*SOURCE, 29, 1, 2, 3, 0])
+    drafter = NgramDrafter()
+    sequence.extend(SOURCE[:8])
+    assert drafter.propose([sequence], [2])[0].tokens == (28, 29)
+    sequence.extend([28, 29, 1])
+    assert drafter.propose([sequence], [2])[0].tokens == (2, 3)
+
+
+def test_a_near_miss_is_not_that_of_the_slots_last_sequence() -> None:
+    drafter = NgramDrafter()
+    one = sequence_of([*SOURCE, *SOURCE[:8]])
+    assert drafter.propose([one], [2])[0].tokens == (28, 29)
+    other = sequence_of([*SOURCE, *SOURCE[:8], 1])
+    assert drafter.propose([other], [2])[0].tokens == ()
+    one.extend([1])
+    assert drafter.propose([one], [2])[0].tokens == ()  # which the other has taken from it
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.integers(1, 6))
+def test_a_draft_is_what_stood_behind_the_place_it_names(output: list[int], depth: int) -> None:
+    drafter, sequence = NgramDrafter(min_ngram=3), sequence_of([0, 1, 2, 3, 3, 2, 1, 0])
+    for token in output:
+        match = drafter.find(sequence)
+        draft = drafter.draft(sequence, match, depth).tokens
+        if match is not None:
+            assert 0 < match.start < len(sequence.tokens)
+            assert list(draft)[: len(sequence.tokens) - match.start] == sequence.tokens[match.start :][:depth]
+        sequence.extend([token])

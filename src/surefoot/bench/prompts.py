@@ -12,8 +12,17 @@ from surefoot.loading.tokenizer import Tokenizer
 
 def held_out() -> list[dict[str, str]]:
     """The built-in texts: `kind` (code, docs, english) and `text`; none was trained on by the bundled checkpoint."""
-    lines = resources.files("surefoot.bench").joinpath("heldout.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return _lines("heldout.jsonl")
+
+
+def kinds() -> dict[str, list[str]]:
+    """The built-in prompts by what is asked for: chat, code, edit, summary, extraction, mathematics, creative.
+
+    They are texts to be gone on with, which a model without a chat template can do, too."""
+    prompts: dict[str, list[str]] = {}
+    for line in _lines("kinds.jsonl"):
+        prompts.setdefault(line["kind"], []).append(line["text"])
+    return prompts
 
 
 def text_prompts(tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
@@ -41,3 +50,9 @@ def random_tokens(vocab_size: int, count: int, seed: int = 1) -> list[int]:
     """Random token ids, the same at every call."""
     tokens: list[int] = torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     return tokens
+
+
+def _lines(name: str) -> list[dict[str, str]]:
+    """A file of this package, an object a line."""
+    lines = resources.files("surefoot.bench").joinpath(name).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]

@@ -34,7 +34,7 @@ BLOCK = '"""'
 PREFIX_BYTES = 2**29  # of what was read of the conversation, kept for its next turn
 HELP = """\
 /stats             speed and acceptance of the last answer
-/drafter NAME [K]  draft with mtp, ngram, mtp+ngram, draft-model, auto or none, K tokens a step
+/drafter NAME [K]  draft with mtp, ngram, suffix, mtp+ngram, mtp+suffix, draft-model, auto or none, K tokens a step
 /system TEXT       what the model is told before the conversation; nothing takes it back
 /reset             forget the conversation
 /save FILE         write the conversation as JSON

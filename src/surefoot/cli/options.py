@@ -42,7 +42,10 @@ class ModelOptions:
         int, _option("--max-len", help="Room for prompt and output together, in tokens.", panel=MODEL)
     ] = 4096
     drafter: Annotated[
-        str, _option("--drafter", "-d", help="auto, mtp, ngram, mtp+ngram, draft-model or none.", panel=DRAFT)
+        str,
+        _option(
+            "--drafter", "-d", help="auto, mtp, ngram, suffix, mtp+ngram, mtp+suffix, draft-model or none.", panel=DRAFT
+        ),
     ] = "auto"
     draft_length: Annotated[
         int | None, _option("--draft-length", "-k", help="Most tokens to draft per step: 3, auto 8.", panel=DRAFT)

@@ -47,7 +47,7 @@ class _Run:
     cost: float = 1.0
 
 
-class AutoDrafter(Pair):
+class AutoDrafter(Pair[Match]):
     """Drafts what has the most tokens per second on average, or nothing.
 
     `first` copies; `then` is the MTP drafter, or a NoDrafter where there is no head. `priors`: chances by arm and place

@@ -22,12 +22,15 @@ from surefoot.types import Draft
 MatchRule = Literal["latest", "first"]
 
 AFTER_ONE = 3  # draft tokens that a match of a single token is good for: a quarter of them begin well (docs/ngram.md)
+NEAR = 4  # copied tokens after which a refused one is a near miss
+AFTER_MISS = 2  # matched tokens that the place behind a near miss is as good as: a third go on rightly (docs/notes.md)
 LONGEST = 32  # a match is measured up to this length; beyond it every match is equally good
 
 
 @dataclass(frozen=True)
 class Match:
-    """An earlier place where the text's last `length` tokens stood; `start` is the position of the token after it."""
+    """An earlier place where the text's last `length` tokens stood; `start` is the position of the token after it. (Of
+    a near miss, `length` is what the place is worth.)"""
 
     length: int
     start: int
@@ -104,6 +107,24 @@ class NgramIndex:
         return None
 
 
+@dataclass
+class _Known:
+    """A running sequence's n-grams, and how many positions the last copy's source lay before it."""
+
+    sequence: Sequence
+    index: NgramIndex
+    distance: int | None = None
+
+    def behind_near_miss(self) -> Match | None:
+        """The place in the last copy's source behind what the last token replaced, if the `NEAR` tokens before it were
+        those of the source."""
+        tokens = self.sequence.tokens
+        if self.distance is None or (start := len(tokens) - self.distance) <= NEAR:
+            return None
+        near = tokens[start - 1] != tokens[-1] and tokens[start - 1 - NEAR : start - 1] == tokens[-1 - NEAR : -1]
+        return Match(AFTER_MISS, start) if near else None
+
+
 class NgramDrafter:
     """Drafts what followed the longest known suffix of prompt and output.
 
@@ -111,6 +132,8 @@ class NgramDrafter:
     ("latest" suits text that changes as it grows). A draft that reaches the end of the text goes on with its own
     tokens, which continues a text that repeats itself. It stops after a token that would end the output. With
     `min_ngram` 1, a match of one token gives a short draft, which pays where a few more tokens cost little to verify.
+    With `reanchor`, a copy that met one other token goes on behind the token which that one replaced, unless the new
+    tokens are known from elsewhere: so an edit does not lose its source.
 
     Raises InputError for a length below 1, `max_ngram` below `min_ngram`, or an unknown rule.
     """
@@ -118,10 +141,13 @@ class NgramDrafter:
     name = "ngram"
     part: str | None = None  # its index is made from the tokens alone
 
-    def __init__(self, max_ngram: int = 5, min_ngram: int = 2, match: MatchRule = "latest") -> None:
+    def __init__(
+        self, max_ngram: int = 5, min_ngram: int = 2, match: MatchRule = "latest", reanchor: bool = True
+    ) -> None:
         _check(max_ngram, min_ngram, match)
         self._settings = (max_ngram, min_ngram, match)
-        self._indexes: dict[int, tuple[Sequence, NgramIndex]] = {}  # by slot
+        self._reanchor = reanchor
+        self._known: dict[int, _Known] = {}  # by slot
 
     def propose(self, sequences: Seq[Sequence], depths: Seq[int]) -> list[Draft]:
         """At most `depths[i]` tokens for each sequence, certain ones (`probs` None); empty where nothing matches."""
@@ -129,14 +155,16 @@ class NgramDrafter:
 
     def find(self, sequence: Sequence) -> Match | None:
         """The place the next draft would be copied from, for those who want to judge it first."""
-        index = self._index(sequence)
-        index.update()
-        return index.find()
+        known = self._of(sequence)
+        known.index.update()
+        found = known.index.find()
+        return known.behind_near_miss() if found is None and self._reanchor else found
 
     def draft(self, sequence: Sequence, match: Match | None, depth: int) -> Draft:
         """The draft that copies at most `depth` tokens from a match `find` has given."""
         if match is None or depth < 1:
             return Draft(source=self.name)
+        self._of(sequence).distance = len(sequence.tokens) - match.start
         if match.length == 1:
             depth = min(depth, AFTER_ONE)
         tokens = sequence.tokens[match.start : match.start + depth]
@@ -151,18 +179,17 @@ class NgramDrafter:
 
     def observe(self, sequence: Sequence, position: int, hidden: Tensor | None) -> None:
         """Index the sequence's new tokens (during prefill: the whole prompt)."""
-        self._index(sequence).update()
+        self._of(sequence).index.update()
 
     def release(self, sequence: Sequence) -> None:
-        """Forget the sequence's index."""
-        self._indexes.pop(sequence.slot, None)
+        """Forget the sequence."""
+        self._known.pop(sequence.slot, None)
 
-    def _index(self, sequence: Sequence) -> NgramIndex:
-        owner, index = self._indexes.get(sequence.slot, (None, None))
-        if index is None or owner is not sequence:
-            index = NgramIndex(sequence.tokens, *self._settings)
-            self._indexes[sequence.slot] = (sequence, index)
-        return index
+    def _of(self, sequence: Sequence) -> _Known:
+        known = self._known.get(sequence.slot)
+        if known is None or known.sequence is not sequence:
+            known = self._known[sequence.slot] = _Known(sequence, NgramIndex(sequence.tokens, *self._settings))
+        return known
 
 
 def _check(max_ngram: int, min_ngram: int, match: str) -> None:

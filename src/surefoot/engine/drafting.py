@@ -15,6 +15,7 @@ from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
+from surefoot.drafters.suffix import SuffixDrafter
 from surefoot.drafters.vocabulary import check_vocabulary, ranked
 from surefoot.engine.profile import Profile
 from surefoot.errors import CheckpointError, InputError, shown
@@ -24,9 +25,9 @@ from surefoot.model import DraftHead, MTPHead
 from surefoot.sampling import require_int
 from surefoot.types import Drafter
 
-DrafterName = Literal["none", "ngram", "mtp", "mtp+ngram", "draft-model", "auto"]
+DrafterName = Literal["none", "ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix", "draft-model", "auto"]
 NAMES = get_args(DrafterName)
-NEED_HEAD = ("mtp", "mtp+ngram")
+NEED_HEAD = ("mtp", "mtp+ngram", "mtp+suffix")
 COUNTED = "draft_vocab.json"  # of a checkpoint: token ids, the most frequent first
 DRAFT_LENGTH = 3
 DraftVocab = int | str | Path | Seq[int]
@@ -119,10 +120,14 @@ def build_drafter(
         return NoDrafter()
     if name == "ngram":
         return NgramDrafter()
+    if name == "suffix":
+        return SuffixDrafter()
     mtp = None if head is None else MTPDrafter(head, slots, draft_head=draft_head)
     if name == "auto":
         assert profile is not None
         known = profile()
         return AutoDrafter(known.costs, NgramDrafter(), mtp or NoDrafter(), known.priors)
     assert mtp is not None
-    return mtp if name == "mtp" else CombinedDrafter(NgramDrafter(), mtp)
+    if name == "mtp":
+        return mtp
+    return CombinedDrafter(NgramDrafter(), mtp) if name == "mtp+ngram" else CombinedDrafter(SuffixDrafter(), mtp)

@@ -197,7 +197,8 @@ class Service:
         drafter: str | None = None,
         draft_length: int | None = None,
     ) -> Ticket:
-        """Hand a request in. `drafter` ("none", "ngram", "mtp", "mtp+ngram", or the engine's own) and `draft_length`
+        """Hand a request in. `drafter` (a name, "none", "ngram", "suffix", "mtp", "mtp+ngram" or "mtp+suffix", or the
+        engine's own) and `draft_length`
         are the request's, in place of the engine's; a GPU's step has only its own.
 
         Raises InputError for an argument (as `Engine.generate` does) and once the service is closed; QueueFullError if

@@ -1,8 +1,8 @@
 """Prompt lookup on the device: what followed the last tokens when they stood in the text before.
 
-Gives what `surefoot.drafters.ngram.NgramDrafter` gives with match="latest", except that it knows no stop ids: a draft
-may go on behind one, which the host cuts off a step later. The whole text is compared anew in every step, every
-position by itself: `max_ngram` loads per position, most of them from cache.
+Gives what `surefoot.drafters.ngram.NgramDrafter` gives with match="latest" and reanchor=False, except that it knows no
+stop ids: a draft may go on behind one, which the host cuts off a step later. The whole text is compared anew in every
+step, every position by itself: `max_ngram` loads per position, most of them from cache.
 """
 
 from __future__ import annotations
