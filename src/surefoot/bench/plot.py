@@ -8,7 +8,8 @@ from typing import Any
 from surefoot.bench.report import Report
 from surefoot.errors import InputError
 
-COLOURS = {"none": "#5f6368", "ngram": "#e8a33d", "mtp": "#2f7ed8", "mtp+ngram": "#3a9e5c", "": "#9aa0a6"}
+COLOURS = {"none": "#5f6368", "ngram": "#e8a33d", "mtp": "#2f7ed8", "mtp+ngram": "#3a9e5c", "auto": "#8e44ad",
+           "": "#9aa0a6"}  # fmt: skip
 
 
 def require_matplotlib() -> Any:
@@ -31,6 +32,11 @@ def draw(report: Report, path: Path) -> None:
     figure.suptitle(f"{report.model}{weights}, {report.config['dtype']}, context {report.config['context']}, "
                     f"batch {report.config['batch']}, {report.device.split(' (')[0]}", fontsize=10)  # fmt: skip
     figure.tight_layout()
+    save_picture(figure, path)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure. Raises InputError for a name whose ending is no format's."""
     try:
         figure.savefig(path, dpi=110)
     except ValueError as error:

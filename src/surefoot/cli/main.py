@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import BenchOptions, ChatOptions, Options, ServeOptions, takes
+from surefoot.cli.options import BenchOptions, ChatOptions, Options, ServeOptions, TuneOptions, takes
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -95,6 +95,17 @@ def bench(options: BenchOptions) -> None:
         from surefoot.cli import bench as command
 
         command.bench(options)
+
+
+@app.command()
+@takes(TuneOptions)
+def tune(options: TuneOptions) -> None:
+    """Measure every drafter by kind of prompt on this machine, beside what the speed-up model foretells, and keep what
+    --drafter auto goes by."""
+    with _one_line_errors():
+        from surefoot.cli import tune as command
+
+        command.run_tune(options)
 
 
 @app.command()

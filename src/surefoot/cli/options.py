@@ -269,6 +269,53 @@ class BenchOptions:
     plot: Annotated[Path | None, _option("--plot", help="Draw speeds and passes here.", panel=OUTPUT)] = None
 
 
+@dataclass(frozen=True)
+class TuneOptions:
+    """What tuning was asked for, as given; lists are comma-separated."""
+
+    model: Annotated[
+        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
+    ] = "surefoot-demo"
+    device: Annotated[str, _option("--device", help="cpu.", panel=MODEL)] = "cpu"
+    dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "float32"
+    max_len: Annotated[
+        int, _option("--max-len", help="Room for prompt and output together, in tokens.", panel=MODEL)
+    ] = 4096
+    prompts: Annotated[
+        Path | None, _option("--prompts", help='One prompt a line, or a JSON object with "text" and "kind".',
+                             panel=MEASURE)
+    ] = None  # fmt: skip
+    kinds: Annotated[
+        str, _option("--kinds", help="Of the built-in prompts: chat,code,edit,summary,extraction,mathematics,creative; "
+                     "all.", panel=MEASURE)
+    ] = ""  # fmt: skip
+    depths: Annotated[str, _option("--depths", "-k", help="The MTP head's draft lengths.  [default: 1 to 6]",
+                                   panel=MEASURE)] = ""  # fmt: skip
+    tokens: Annotated[int, _option("--tokens", "-n", help="New tokens of a prompt.", panel=MEASURE)] = 64
+    rounds: Annotated[int, _option("--rounds", help="Turns of everything that is measured.", panel=MEASURE)] = 2
+    json: Annotated[Path | None, _option("--json", help="Save every figure here.", panel=OUTPUT)] = None
+    plot: Annotated[Path | None, _option("--plot", help="Draw speed-ups here.", panel=OUTPUT)] = None
+
+    @property
+    def label(self) -> str:
+        """The model's name; of a folder only the last part, which says nothing of the machine."""
+        return Path(self.model).name if Path(self.model).exists() else self.model
+
+    @property
+    def command(self) -> str:
+        """The command line of these options, without a path of this machine."""
+        shown = {"model": self.label} | {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in ("model", "json", "plot") and getattr(self, field.name) != field.default
+        }
+        return " ".join(["surefoot tune", *(f"--{name.replace('_', '-')} {_file(v)}" for name, v in shown.items())])
+
+
+def _file(value: object) -> object:
+    return value.name if isinstance(value, Path) else value
+
+
 def number_or_file(text: str | None) -> int | str | None:
     """A draft vocabulary as given: a number of tokens if it is one, else a file's name."""
     try:
@@ -286,7 +333,7 @@ def listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...
 
 
 def takes(
-    kind: type[ModelOptions] | type[BenchOptions],
+    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""

@@ -117,6 +117,10 @@ class AutoDrafter(Pair[Match]):
         super().release(sequence)
         self._runs.pop(sequence, None)
 
+    def learned(self) -> dict[str, tuple[float, ...]]:
+        """Chances by arm and place, as all sequences have taught them: priors for another time."""
+        return {arm: tuple(rates.chances()) for arm, rates in self._shared.items()}
+
     def _menu(self, sequence: Sequence, depth: int, match: Match | None, batch: int) -> list[Option]:
         """What the sequence may do next, plain decoding first."""
         run = self._runs.get(sequence)
