@@ -2,7 +2,7 @@
 
     python benchmarks/edits.py [--model surefoot-demo] [--lengths 4 8]
 
-The prompt is a held-out text, the output the same text with edits made by rule; a step keeps a draft as far as the edited
+The prompt is a held-out text, the output that text with edits made by rule; a step keeps a draft as far as the edited
 text goes along with it. Tokens per pass, over all texts.
 """
 

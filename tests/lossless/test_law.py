@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from surefoot import verify
+from surefoot.drafters import mtp
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import loop
 from surefoot.errors import InputError, NumericalError
@@ -235,6 +236,68 @@ def test_control_softmax_q_for_an_argmax_draft_is_noticed() -> None:
     assert distance(law, exact_law(TARGET, params, PROMPT, 3)) > 0.02
 
 
+# ---------------------------------------------------------------- drafts that end where the head is not sure
+
+
+class Unsure(Scripted):
+    """Drafts by the MTP drafter's own chain, over a table's rows in the place of a head's."""
+
+    def __init__(self, row: Row, min_confidence: float, accepts: Callable[..., bool] = mtp._Chain.accepts) -> None:
+        super().__init__()
+        self.row, self.min_confidence, self.accepts = row, min_confidence, accepts
+        self.lengths: dict[int, set[int]] = defaultdict(set)  # by the most that there may be
+
+    def _draft(self, sequence: Sequence, depth: int) -> Draft:
+        chain, hidden = mtp._Chain(sequence, depth, len(sequence.tokens) - 2, torch.zeros(1, 1)), torch.zeros(1)
+        while depth and self.accepts(chain, self.row((*sequence.tokens, *chain._tokens)), hidden, self.min_confidence):
+            pass
+        self.lengths[depth].add(len(chain._tokens))
+        return chain.draft()
+
+
+def chain_law(drafter: Unsure, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> dict[Any, float]:
+    """The exact law of what the loop puts out over every draw of the chain and of verification."""
+    dice, law = Dice(), defaultdict[tuple[int, ...], float](float)
+
+    def rolled(logits: Tensor, params: SamplingParams, position: int, start: int) -> tuple[int, Tensor]:
+        probs = probabilities(logits[None], params)[0]
+        return dice.roll(probs.tolist()), probs
+
+    monkeypatch.setattr(mtp, "draft_token", rolled)
+    with every_verdict(dice):
+        for _ in dice.outcomes():
+            law[tuple(decode(TableTarget(TARGET, 3), drafter, params, 3, PROMPT).output)] += dice.chance
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-6)
+    return law
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("min_confidence", [0.0, 0.3, 0.5])
+def test_exact_law_of_drafts_that_end_by_confidence(
+    min_confidence: float, setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, drafter = params_of(setting, max_new_tokens=4), Unsure(OTHER, min_confidence)
+    law = chain_law(drafter, params, monkeypatch)
+    assert distance(law, exact_law(TARGET, params, PROMPT, 4)) < 1e-5
+    assert drafter.lengths[3] == ({2, 3} if min_confidence else {3})  # it depends on what was drawn before
+
+
+def test_control_a_chain_that_drops_what_it_drew_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same cut-off, but by the drawn token's own probability, and in front of it."""
+
+    def picky(chain: mtp._Chain, logits: Tensor, hidden: Tensor, min_confidence: float) -> bool:
+        more = mtp._Chain.accepts(chain, logits, hidden, 0.0)
+        if chain._probs[-1][chain._tokens[-1]] >= min_confidence:
+            return more
+        chain._tokens.pop()
+        chain._probs.pop()
+        return False
+
+    params = params_of({})
+    law = chain_law(Unsure(OTHER, 0.4, picky), params, monkeypatch)
+    assert distance(law, exact_law(TARGET, params, PROMPT, 3)) > 0.02
+
+
 # ---------------------------------------------------------------- laws with the engine's own randomness
 
 
@@ -303,6 +366,13 @@ def test_the_same_tokens_as_plain_decoding(name: str, depth: int, params: Sampli
     if name == "wrong":
         assert accepted == 0
         assert len(run.records) == 30
+
+
+@pytest.mark.parametrize("params", IDENTITY, ids=["greedy", "coupled", "coupled filtered"])
+def test_the_same_tokens_where_drafts_end_by_confidence(params: SamplingParams) -> None:
+    drafter = Unsure(NEAR, 0.3)
+    assert decode(TableTarget(BIG, VOCAB), drafter, params, 5, PROMPT).output == plain(BIG, VOCAB, params)
+    assert len(drafter.lengths[5]) > 2
 
 
 @pytest.mark.parametrize("hidden", [False, True])

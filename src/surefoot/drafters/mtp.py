@@ -27,8 +27,9 @@ MOST_PENDING = 64  # observed rows that may wait for a draft: while none is aske
 
 class MTPDrafter:
     """Drafts greedily at temperature 0 and by the request's acceptance rule above it, among the tokens of `draft_head`
-    if there is one. A chain ends after a stop id, and, if `min_confidence` is above 0, where the head's most likely
-    token is less likely than that."""
+    if there is one. A chain ends after a stop id, and, if `min_confidence` is above 0, after the token up to which the
+    head's own probabilities of its most likely tokens multiply to less than that: what is as unlikely as this to be
+    kept is drafted (its pass has been paid for), but nothing behind it."""
 
     name = "mtp"
     part: str | None = Lane.part
@@ -101,6 +102,7 @@ class _Chain:
         self.position, self.hidden = position, hidden
         self._tokens: list[int] = []
         self._probs: list[Tensor] = []
+        self._confidence = 1.0
 
     def following(self) -> list[int]:
         """The tokens that follow the rows to feed."""
@@ -111,10 +113,6 @@ class _Chain:
     def accepts(self, logits: Tensor, hidden: Tensor, min_confidence: float) -> bool:
         """Draft a token from logits [V]; whether the chain goes on, from the head's own hidden [H]."""
         start = len(self.sequence.tokens)
-        # The most likely token decides, not the drawn one: to drop a draft because of what was drawn would make the
-        # drafts that remain follow another distribution than the one handed over.
-        if min_confidence > 0 and logits.softmax(-1).amax().item() < min_confidence:
-            return False
         row = draft_row(self.sequence, logits, self._tokens)
         if row is None:
             return False
@@ -124,7 +122,13 @@ class _Chain:
             self._probs.append(probs)
         self.position += self.hidden.shape[0]
         self.hidden = hidden.unsqueeze(0)
-        return len(self._tokens) < self.depth and token not in self.sequence.stop_ids
+        if len(self._tokens) == self.depth or token in self.sequence.stop_ids:
+            return False
+        # The rows decide, not what was drawn from them: a token that is dropped, or drafted, because of what it is
+        # would make the drafts that remain follow another distribution than the one handed over.
+        if min_confidence > 0:
+            self._confidence *= logits.softmax(-1).amax().item()
+        return self._confidence >= min_confidence
 
     def draft(self) -> Draft:
         probs = torch.stack(self._probs) if self._probs else None
