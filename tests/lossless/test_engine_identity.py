@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from surefoot import Engine, SamplingParams
+from surefoot.drafters.policy import StepCosts
 from surefoot.loading.tiny import tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
 from tests.fakes import DEVICES
@@ -15,7 +16,20 @@ from tests.fakes import DEVICES
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9], [11, 12] * 20]
 GREEDY = SamplingParams(max_new_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=40, temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=7, ignore_eos=True)
-DRAFTERS = ["ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix", "draft-model"]
+DRAFTERS = ["ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix", "draft-model", "auto"]
+
+
+@pytest.fixture(autouse=True)
+def _cheap_drafts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What "auto" goes by: measured, a tiny model's drafts would never pay, and no time is the same twice."""
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(
+        "surefoot.engine.profile.measure_costs",
+        lambda decoder, head, batches, draft_head: StepCosts(
+            tuple(batches), (1, 9), 0, ((1.0, 1.4),) * len(batches), ((0.0, 0.0),) * len(batches),
+            ((0.1, 0.1),) * len(batches),
+        ),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["dense", "moe"])
