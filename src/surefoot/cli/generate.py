@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from surefoot.cli.options import Options
 from surefoot.cli.session import Run, Session, TextStream
+from surefoot.drafters.auto import AutoDrafter
 from surefoot.engine.engine import Engine
 from surefoot.engine.stats import Stats
 
@@ -55,13 +56,14 @@ def compare(options: Options) -> bool:
 
 
 def statistics(run: Run) -> str:
-    """Three lines: what came out, what drafting did, where the time went."""
+    """What came out, what drafting did, where the time went."""
     s = run.stats
     return "\n".join(
         [
             f"{_setting(run.engine)}: {s.tokens} tokens in {s.steps} steps ({s.tokens_per_step:.2f} per step), "
             f"{s.tokens_per_second:.1f} tokens/s, ended by {run.finish_reason}",
             _acceptance(s),
+            *_choices(run.engine),
             f"prefill {len(run.prompt)} tokens {s.prefill_s:.3f} s; decode {s.decode_s:.3f} s: "
             f"draft {s.draft_s:.3f}, verify {s.verify_s:.3f}, commit {s.commit_s:.3f}",
         ]
@@ -95,6 +97,17 @@ def _comparison(session: Session, fast: Stats, slow: Stats, speed_up: float, ide
 def _setting(engine: Engine) -> str:
     name = engine.drafter.name
     return name if name == "none" else f"{name}, K = {engine.draft_length}"
+
+
+def _choices(engine: Engine) -> list[str]:
+    """What a drafter that chooses has chosen so far."""
+    if not isinstance(engine.drafter, AutoDrafter):
+        return []
+    steps: dict[str, list[int]] = {}
+    for (arm, depth), count in sorted(engine.drafter.choices.items()):
+        steps.setdefault(arm.split("-")[0], []).extend([depth] * count)
+    arms = [f"{arm} at {len(d)}" + (f" ({sum(d) / len(d):.1f} tokens)" if any(d) else "") for arm, d in steps.items()]
+    return [f"chosen: {', '.join(arms)} steps; {engine.drafter.probed} of them to learn"]
 
 
 def _acceptance(stats: Stats) -> str:
