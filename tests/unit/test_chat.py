@@ -91,7 +91,7 @@ def test_drafters_change_no_token(tmp_path: Path) -> None:
 
 
 def test_drafter_tells_which() -> None:
-    assert say("/drafter").stdout == "mtp, K = 3\n"
+    assert say("/drafter").stdout == "auto, K = 8\n"
     assert say("/drafter", options=("-d", "none", "-k", 0)).stdout == "none\n"
 
 
