@@ -29,7 +29,7 @@ LAYER = re.compile(r"^model\.layers\.\d+\.")
 HIGH = 0.5  # median mean of zero-centred weights above which they look like scales
 FEW = 0.02  # share of negative weights below which they do: scales are hardly ever negative
 MANY = 0.25  # share of weights below -1, that is of negative scales, above which a shift is missing
-FAR, NEAR = 0.7, 0.4  # how far a norm's mean is from its siblings' to be suspected, and from exactly 1 off
+NEAR = 0.4  # how far from 1 the difference between a norm's mean and its siblings' may be to be suspected
 SIBLINGS = 3
 
 
@@ -129,7 +129,7 @@ def _outliers(norms: Iterable[Norm]) -> list[Suspect]:
             off = norm.mean - middle
             if norm.name.endswith(PLAIN) and off < 0:
                 continue  # a first layer's may well be small
-            if abs(off) > FAR and abs(abs(off) - 1) < NEAR:
+            if abs(abs(off) - 1) < NEAR:
                 reason = f"its mean is {norm.mean:.2f}, that of its kind in other layers {middle:.2f}"
                 found.append(Suspect((norm.name,), 1 if off > 0 else -1, reason))
     return found
