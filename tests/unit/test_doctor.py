@@ -73,7 +73,7 @@ def drop(chosen: Callable[[str], bool]) -> Change:
     return change
 
 
-def shift(chosen: Callable[[str], bool], by: int) -> Change:
+def shift(chosen: Callable[[str], bool], by: float) -> Change:
     def change(tensors: dict[str, Tensor]) -> None:
         for name in filter(chosen, tensors):
             tensors[name] = (tensors[name].float() + by).bfloat16()
@@ -211,7 +211,11 @@ class TestNorms:
             (is_decoder_norm, 1, "model.layers.0.input_layernorm.weight"),
             (is_decoder_norm, -1, "model.layers.0.input_layernorm.weight"),
             (lambda name: name == "mtp.pre_fc_norm_hidden.weight", 1, "mtp.pre_fc_norm_hidden.weight"),
-            (lambda name: name == "model.layers.5.linear_attn.norm.weight", 1, "model.layers.5.linear_attn.norm.weight"),
+            (
+                lambda name: name == "model.layers.5.linear_attn.norm.weight",
+                1,
+                "model.layers.5.linear_attn.norm.weight",
+            ),
         ],
         ids=["head", "head, not shifted", "decoder", "decoder, not shifted", "one of the head", "one DeltaNet"],
     )
@@ -239,13 +243,13 @@ class TestNorms:
 
     def test_a_norm_that_is_merely_unusual_is_cleared(self, copy: Path) -> None:
         """The same mean as a shifted one, but right: the layer behind it was trained with it."""
-        scale = 2.0
+        scale = 2.6
         prefix = "model.layers.6."
 
         def grow(tensors: dict[str, Tensor]) -> None:
             for name in tensors:
                 if name == prefix + "post_attention_layernorm.weight":
-                    tensors[name] = ((1 + tensors[name].float()) * scale - 1 + 0.5).bfloat16()
+                    tensors[name] = ((1 + tensors[name].float()) * scale - 1).bfloat16()
                 elif name in (prefix + "mlp.gate_proj.weight", prefix + "mlp.up_proj.weight"):
                     tensors[name] = (tensors[name].float() / scale).bfloat16()
 
@@ -345,6 +349,12 @@ class TestFiles:
         assert report.end_ids
         assert report.stored["BF16"].tensors == 282
 
+    def test_sizes_that_cannot_be(self, copy: Path) -> None:
+        edit_json(copy / "config.json", head_dim=2**39, num_key_value_heads=4)
+        report = look(copy)
+        assert found(report, "sizes-impossible").severity == "note"
+        assert found(report, "tensor-wrong").severity == "error"
+
     def test_a_refused_setting(self, copy: Path) -> None:
         edit_json(copy / "config.json", attn_output_gate=False)
         assert "attn_output_gate" in found(look(copy), "config-refused").sentence
@@ -430,6 +440,12 @@ class TestProbe:
     def test_settings_are_checked(self, wrong: dict[str, int]) -> None:
         with pytest.raises(InputError):
             Settings(**wrong)  # type: ignore[arg-type]
+
+    def test_numbers_that_are_none(self, copy: Path) -> None:
+        edit_tensors(copy, shift(lambda name: name == "model.layers.2.mlp.down_proj.weight", float("nan")))
+        report = look(copy, probe=True)
+        assert serious(report) == ["not-finite"]
+        json.dumps(report.as_json(), allow_nan=False)
 
     def test_random_weights_are_said_not_to_read(self, tiny: Path) -> None:
         assert found(look(tiny, probe=True), "text-not-read").severity == "warning"

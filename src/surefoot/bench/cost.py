@@ -86,7 +86,7 @@ def step_bytes(
 
 
 def elements(shapes: Shapes, config: ModelConfig, rows: int) -> int:
-    """Elements of the tensors that so many rows read: of the routed experts the expected number that any row chooses."""
+    """Elements of the tensors that rows read: of the routed experts the expected number that any row chooses."""
     total = 0.0
     for name, shape in shapes.items():
         share = 1.0

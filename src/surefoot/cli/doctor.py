@@ -26,7 +26,7 @@ def doctor(options: DoctorOptions) -> bool:
     device, dtype = parse_device(options.device), parse_dtype(options.dtype)
     folder = find_model(options.model)
     with Console(stderr=True).status("reading files") as status:  # drawn on terminals only
-        report = examine(folder, settings, device, dtype, status.update)
+        report = examine(folder, settings, device, dtype, status.update, options.model)
     if options.as_json:
         print(json.dumps(report.as_json()))
         return report.sound

@@ -6,17 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from surefoot.config import ModelConfig
-from surefoot.doctor.findings import Finding, listing
+from surefoot.doctor.findings import listing
 from surefoot.doctor.survey import Survey
 from surefoot.errors import CheckpointError, shown
 from surefoot.loading.checkpoint import EIGHT_BITS, HEAD, Problem, differences
 from surefoot.loading.config import token_ids
 from surefoot.loading.files import Stored, is_there, read_json
-from surefoot.loading.names import is_mtp, place
+from surefoot.loading.names import is_mtp
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model.tensors import mtp_shapes, target_shapes
 
@@ -87,52 +86,65 @@ def check_tensors(survey: Survey) -> None:
     missing = [problem for problem in told.missing if problem.name not in survey.lost]
     head = [problem for problem in missing if problem.name == HEAD]
     if head:
-        survey.say(Finding("error", "head-missing", f"{HEAD} is missing, and tie_word_embeddings is false",
-                           "Set tie_word_embeddings to true if the head is the embedding; else fetch it."))  # fmt: skip
+        survey.error(
+            "head-missing",
+            f"{HEAD} is missing, and tie_word_embeddings is false",
+            "Set tie_word_embeddings to true if the head is the embedding; else fetch it.",
+        )
     _say_problems(survey, "tensor-missing", [problem for problem in missing if problem not in head], ORIGINAL)
     wrong = [problem for problem in told.wrong if problem.name not in survey.lost]
     _say_problems(survey, "tensor-wrong", wrong, "Compare config.json with the files: one is of another export.")
     _say_problems(survey, "tensor-extra", list(told.extra), "Delete it, or use the config.json that goes with it.")
     if config.tied and HEAD in survey.found:
-        survey.say(Finding("note", "head-beside-tie", f"{HEAD} is stored although embeddings are tied; it must repeat the "
-                           "embedding, and loading checks that"))  # fmt: skip
+        survey.note(
+            "head-beside-tie",
+            f"{HEAD} is stored although embeddings are tied; it must repeat the embedding, and loading checks that",
+        )
 
 
 def _say_problems(survey: Survey, code: str, problems: list[Problem], advice: str) -> None:
     if problems:
-        survey.say(Finding("error", code, "; ".join([listing((p.text for p in problems), 5)]), advice))
+        survey.error(code, listing((problem.text for problem in problems), 5), advice)
 
 
 def check_mtp(survey: Survey) -> MtpState:
     """Whether there is a head, whole, and where."""
-    parts = [stored for name, places in survey.found.items() if is_mtp(name) for stored in places.values()]
+    spots = [spot for name, places in survey.found.items() if is_mtp(name) for spot in places.items()]
+    parts = [stored for _, stored in spots]
     announced = 0 if survey.config is None else survey.config.mtp_layers
     lost = [name for name in survey.lost if is_mtp(name)]
     if not parts:
         _say_absent(survey, announced, lost)
         return MtpState("absent", announced, 0, 0, sorted(lost), [], False, False)
     missing = [] if survey.config is None else _compare_head(survey, survey.config)
-    weights = [stored for stored in parts if place(stored.name) is not None and not place(stored.name).scale]  # type: ignore[union-attr]  # it is not None
     state = MtpState(
         "partial" if missing or lost else "present",
         announced,
         len(parts),
-        sum(math.prod(stored.shape) for stored in weights),
+        sum(math.prod(stored.shape) for spot, stored in spots if not spot.scale),
         missing + sorted(lost),
         sorted({stored.file.name for stored in parts}),
         any(stored.file in survey.sidecars for stored in parts),
         any(stored.dtype == EIGHT_BITS for stored in parts),
     )
     if state.sidecar:
-        survey.say(Finding("note", "mtp-sidecar", f"the MTP head is in {listing(p.name for p in survey.sidecars)}, which "
-                           "the index does not list; Surefoot finds it there",
-                           "Nothing for Surefoot; other loaders may need the file in the index."))  # fmt: skip
+        survey.note(
+            "mtp-sidecar",
+            f"the MTP head is in {listing(p.name for p in survey.sidecars)}, which "
+            "the index does not list; Surefoot finds it there",
+            "Nothing for Surefoot; other loaders may need the file in the index.",
+        )
     if state.quantised:
-        survey.say(Finding("note", "mtp-quantised", "weights of the MTP head are in 8 bits",
-                           "If few drafts are accepted, keep the head in 16 bits: it is a few per cent of the model."))  # fmt: skip
+        survey.note(
+            "mtp-quantised",
+            "weights of the MTP head are in 8 bits",
+            "If few drafts are accepted, keep the head in 16 bits: it is a few per cent of the model.",
+        )
     if survey.config is not None and not announced:
-        survey.say(Finding("note", "mtp-unannounced", "config.json announces no MTP layers (mtp_num_hidden_layers), but the "
-                           "files hold a head; Surefoot uses it"))  # fmt: skip
+        survey.note(
+            "mtp-unannounced",
+            "config.json announces no MTP layers (mtp_num_hidden_layers), but the files hold a head; Surefoot uses it",
+        )
     return state
 
 
@@ -140,12 +152,18 @@ def _say_absent(survey: Survey, announced: int, lost: list[str]) -> None:
     if lost or survey.config is None:
         return  # said of the file that it was in
     if announced:
-        survey.say(Finding("warning", "mtp-absent", f"config.json announces an MTP head ({announced} layer), but the files "
-                           "have no mtp.* tensors; saving with `transformers` drops them",
-                           "Copy the mtp.* tensors from the original checkpoint, or draft with drafter=\"ngram\"."))  # fmt: skip
+        survey.warning(
+            "mtp-absent",
+            f"config.json announces an MTP head ({announced} layer), but the files "
+            "have no mtp.* tensors; saving with `transformers` drops them",
+            'Copy the mtp.* tensors from the original checkpoint, or draft with drafter="ngram".',
+        )
     else:
-        survey.say(Finding("note", "mtp-none", "there is no MTP head, and config.json announces none: drafts come from "
-                           "n-grams or a draft model", "Nothing, or draft with drafter=\"ngram\"."))  # fmt: skip
+        survey.note(
+            "mtp-none",
+            "there is no MTP head, and config.json announces none: drafts come from n-grams or a draft model",
+            'Nothing, or draft with drafter="ngram".',
+        )
 
 
 def _compare_head(survey: Survey, config: ModelConfig) -> list[str]:
@@ -154,14 +172,20 @@ def _compare_head(survey: Survey, config: ModelConfig) -> list[str]:
     layers = len({name.split(".")[2] for name in found if name.startswith("mtp.layers.")})
     config = replace(config, mtp_layers=config.mtp_layers or max(1, layers))
     if config.mtp_layers > 1:
-        survey.say(Finding("warning", "mtp-layers", f"the MTP head has {config.mtp_layers} layers; Surefoot runs heads of one",
-                           "Draft with drafter=\"ngram\"."))  # fmt: skip
+        survey.warning(
+            "mtp-layers",
+            f"the MTP head has {config.mtp_layers} layers; Surefoot runs heads of one",
+            'Draft with drafter="ngram".',
+        )
     told = differences(config, mtp_shapes(config), found)
     missing = [problem for problem in told.missing if problem.name not in survey.lost]
     if missing:
         there = f"{len(found)} of {len(mtp_shapes(config))} tensors of the MTP head are there; missing: "
-        survey.say(Finding("error", "mtp-partial", there + listing((p.text for p in missing), 20),
-                           f"{ORIGINAL} Until then only drafter=\"ngram\" or \"none\" loads."))  # fmt: skip
+        survey.error(
+            "mtp-partial",
+            there + listing((p.text for p in missing), 20),
+            f'{ORIGINAL} Until then only drafter="ngram" or "none" loads.',
+        )
     advice = "Take the whole head from the original checkpoint."
     _say_problems(survey, "mtp-wrong", [p for p in told.wrong if p.name not in survey.lost], advice)
     _say_problems(survey, "mtp-extra", list(told.extra), advice)
@@ -175,16 +199,23 @@ def check_quantisation(survey: Survey) -> str | None:
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     if not narrow:
         if method is not None and survey.config is not None:
-            survey.say(Finding("warning", "quantisation-unused", f"config.json says {shown(method)}, but no tensor is in "
-                               "8 bits", "Remove quantization_config, or fetch the weights that it describes."))  # fmt: skip
+            survey.warning(
+                "quantisation-unused",
+                f"config.json says {shown(method)}, but no tensor is in 8 bits",
+                "Remove quantization_config, or fetch the weights that it describes.",
+            )
         return None if method is None else f"{shown(method)} by config.json, no tensor of 8 bits"
     weights = sum(1 for stored in survey.tensors if len(stored.shape) > 1)
     told = f"FP8 (e4m3): {len(narrow)} of {weights} matrices" + ("" if method is None else f", method {method}")
     if method is None:
-        survey.say(Finding("note", "quantisation-unannounced", "weights are in 8 bits, config.json has no "
-                           "quantization_config; the tensors decide"))  # fmt: skip
-    survey.say(Finding("note", "fp8", f"{told}; kept in 8 bits on GPUs that compute with them, else turned into the dtype "
-                       "asked for while loading"))  # fmt: skip
+        survey.note(
+            "quantisation-unannounced",
+            "weights are in 8 bits, config.json has no quantization_config; the tensors decide",
+        )
+    survey.note(
+        "fp8",
+        f"{told}; kept in 8 bits on GPUs that compute with them, else turned into the dtype asked for while loading",
+    )
     return told
 
 
@@ -192,7 +223,7 @@ def read_tokenizer(survey: Survey) -> Tokenizer | None:
     """The tokenizer if there is one that can be read."""
     found, tokenizer = _try(survey, "tokenizer-unreadable", lambda: Tokenizer.from_folder(survey.folder))
     if found and tokenizer is None:
-        survey.say(Finding("note", "tokenizer-none", "there is no tokenizer.json: the model works with token ids only"))
+        survey.note("tokenizer-none", "there is no tokenizer.json: the model works with token ids only")
     return tokenizer
 
 
@@ -203,12 +234,18 @@ def check_vocabulary(survey: Survey, tokenizer: Tokenizer | None) -> Vocabulary 
     rows = survey.config.vocab_size
     tokens = None if tokenizer is None else tokenizer.vocab_size
     if tokens is not None and tokens > rows:
-        survey.say(Finding("error", "tokenizer-too-large", f"the tokenizer has ids up to {tokens - 1}, the embedding "
-                           f"{rows} rows", "Use the tokenizer that the weights were trained with."))  # fmt: skip
+        survey.error(
+            "tokenizer-too-large",
+            f"the tokenizer has ids up to {tokens - 1}, the embedding {rows} rows",
+            "Use the tokenizer that the weights were trained with.",
+        )
     if tokens is not None and tokens < rows:
-        survey.say(Finding("note", "vocabulary-padded", f"the embedding has {rows} rows, the tokenizer {tokens} tokens: "
-                           f"{rows - tokens} padding rows (ids {tokens} to {rows - 1}); they are never emitted",
-                           "Nothing: Surefoot leaves them out of every choice."))  # fmt: skip
+        survey.note(
+            "vocabulary-padded",
+            f"the embedding has {rows} rows, the tokenizer {tokens} tokens: "
+            f"{rows - tokens} padding rows (ids {tokens} to {rows - 1}); they are never emitted",
+            "Nothing: Surefoot leaves them out of every choice.",
+        )
     return Vocabulary(rows, tokens, 0 if tokens is None else max(0, rows - tokens))
 
 
@@ -217,18 +254,26 @@ def check_chat(survey: Survey, tokenizer: Tokenizer | None, ends: set[int]) -> b
     template = None if tokenizer is None else tokenizer.chat_template
     if tokenizer is None or template is None:
         if tokenizer is not None:
-            survey.say(Finding("note", "chat-template-none", "there is no chat template: `surefoot chat` and the server's "
-                               "chat forms need one; plain text works"))  # fmt: skip
+            survey.note(
+                "chat-template-none",
+                "there is no chat template: `surefoot chat` and the server's chat forms need one; plain text works",
+            )
         return False
     try:
         tokenizer.apply_chat([{"role": "user", "content": "Hello"}])
     except Exception as error:  # whatever a template does
-        survey.say(Finding("warning", "chat-template-broken", f"the chat template refuses a plain message: {error}",
-                           "Take chat_template from the original tokenizer_config.json."))  # fmt: skip
+        survey.warning(
+            "chat-template-broken",
+            f"the chat template refuses a plain message: {error}",
+            "Take chat_template from the original tokenizer_config.json.",
+        )
     turn_end = tokenizer.backend.token_to_id(TURN_END) if TURN_END in template else None
     if turn_end is not None and turn_end not in ends:
-        survey.say(Finding("warning", "end-of-turn", f"the chat template ends turns with {TURN_END} (id {turn_end}), which is "
-                           "no end id: answers run on", f"Add {turn_end} to eos_token_id in generation_config.json."))  # fmt: skip
+        survey.warning(
+            "end-of-turn",
+            f"the chat template ends turns with {TURN_END} (id {turn_end}), which is no end id: answers run on",
+            f"Add {turn_end} to eos_token_id in generation_config.json.",
+        )
     return True
 
 
@@ -245,15 +290,17 @@ def read_ends(survey: Survey, tokenizer: Tokenizer | None) -> dict[str, list[int
     nested = survey.raw.get("text_config")
     if isinstance(nested, Mapping):
         note("config.json text_config", nested)
-    for name in ("generation_config.json",):
-        there, raw = _try(survey, "generation-config-unreadable", lambda name=name: _json(survey.folder / name))  # type: ignore[misc]  # bound at once
-        if there and raw is not None:
-            note(name, raw)
+    file = survey.folder / "generation_config.json"
+    _, raw = _try(survey, "generation-config-unreadable", lambda: read_json(file) if is_there(file) else {})
+    note(file.name, raw or {})
     own = None if tokenizer is None else tokenizer.specials.get("eos_token")
     if tokenizer is not None and own is not None:
         if tokenizer.eos_token_id is None:
-            survey.say(Finding("warning", "end-id-unknown", f"tokenizer_config.json names {shown(own)} as eos_token, which "
-                               "the tokenizer does not have", "Name one of the tokenizer's own tokens there."))  # fmt: skip
+            survey.warning(
+                "end-id-unknown",
+                f"tokenizer_config.json names {shown(own)} as eos_token, which the tokenizer does not have",
+                "Name one of the tokenizer's own tokens there.",
+            )
         else:
             places["tokenizer_config.json"] = [tokenizer.eos_token_id]
     return places
@@ -263,27 +310,33 @@ def check_ends(survey: Survey, places: Mapping[str, list[int]], vocabulary: Voca
     """All end ids; whether the places agree, and whether the ids are tokens."""
     every = {token for ids in places.values() for token in ids}
     if not every:
-        survey.say(Finding("warning", "end-ids-none", "no place names an end id: generation ends by its limit alone",
-                           "Set eos_token_id in generation_config.json."))  # fmt: skip
+        survey.warning(
+            "end-ids-none",
+            "no place names an end id: generation ends by its limit alone",
+            "Set eos_token_id in generation_config.json.",
+        )
     sets = [set(ids) for ids in places.values()]
     if any(ids != every for ids in sets):
         told = "; ".join(f"{where}: {', '.join(map(str, ids))}" for where, ids in places.items())
         # A chat model's generation config usually has all, the others one of them.
         nested = every in sets
-        survey.say(Finding("note" if nested else "warning", "end-ids-differ", f"end ids differ by place ({told}); Surefoot "
-                           f"ends at each of {', '.join(map(str, sorted(every)))}",
-                           "Nothing, if each of them is an end; other engines may read one place only." if nested else
-                           "See which of them are ends, and name all of these in generation_config.json."))  # fmt: skip
+        say = survey.note if nested else survey.warning
+        say(
+            "end-ids-differ",
+            f"end ids differ by place ({told}); Surefoot ends at each of {', '.join(map(str, sorted(every)))}",
+            "Nothing, if each of them is an end; other engines may read one place only."
+            if nested
+            else "See which of them are ends, and name all of these in generation_config.json.",
+        )
     size = None if vocabulary is None else vocabulary.tokens or vocabulary.rows
     outside = sorted(token for token in every if size is not None and not 0 <= token < size)
     if outside:
-        survey.say(Finding("warning", "end-ids-outside", f"end ids without a token: {', '.join(map(str, outside))}",
-                           "Correct eos_token_id; an id that is never emitted ends nothing."))  # fmt: skip
+        survey.warning(
+            "end-ids-outside",
+            f"end ids without a token: {', '.join(map(str, outside))}",
+            "Correct eos_token_id; an id that is never emitted ends nothing.",
+        )
     return every
-
-
-def _json(file: Path) -> dict[str, object] | None:
-    return read_json(file) if is_there(file) else None
 
 
 def _try(survey: Survey, code: str, read: Callable[[], Read]) -> tuple[bool, Read | None]:
@@ -291,5 +344,5 @@ def _try(survey: Survey, code: str, read: Callable[[], Read]) -> tuple[bool, Rea
     try:
         return True, read()
     except CheckpointError as error:
-        survey.say(Finding("error", code, str(error), "Fetch the file again from where the weights are from."))
+        survey.error(code, str(error), "Fetch the file again from where the weights are from.")
         return False, None

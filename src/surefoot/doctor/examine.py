@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
@@ -23,10 +24,12 @@ from surefoot.errors import InputError, SurefootError
 from surefoot.loading.checkpoint import EIGHT_BITS, EMBEDDING
 from surefoot.loading.files import MLX
 from surefoot.loading.tokenizer import Tokenizer
-from surefoot.model.tensors import mtp_shapes, target_shapes
+from surefoot.model.tensors import target_shapes
 from surefoot.sampling import require_int
 
 Stage = Callable[[str], None]
+
+UNUSABLE = ("mtp-wrong", "mtp-extra", "mtp-layers")  # findings about a whole head that does not load
 
 
 @dataclass(frozen=True)
@@ -96,22 +99,28 @@ class Report:
             out["speed"]["step"]["total"] = self.speed.step.total
             out["speed"]["slot"]["total"] = self.speed.slot.total
         if self.probe is not None:
+            out["probe"]["loss"] = _number(self.probe.loss)
             out["probe"]["acceptance"] = [share.rate for share in self.probe.acceptance]
             out["probe"]["drafts"] = [share.of for share in self.probe.acceptance]
             out["probe"]["controls"] = {control.name: control.share.rate for control in self.probe.controls}
             out["probe"]["trials"] = [
-                {"names": trial.suspect.names, "shift": trial.suspect.shift, "stored": trial.stored,
-                 "corrected": trial.corrected, "confirmed": trial.confirmed}
+                {"names": trial.suspect.names, "shift": trial.suspect.shift, "stored": _number(trial.stored),
+                 "corrected": _number(trial.corrected), "confirmed": trial.confirmed}
                 for trial in self.probe.trials
             ]  # fmt: skip
         return out
 
 
 def examine(
-    folder: Path, settings: Settings, device: torch.device, dtype: torch.dtype, stage: Stage = lambda _: None
+    folder: Path,
+    settings: Settings,
+    device: torch.device,
+    dtype: torch.dtype,
+    stage: Stage = lambda _: None,
+    name: str | None = None,
 ) -> Report:
     """Files and headers, then what their sizes mean on this machine, then the probe. What is wrong with the checkpoint
-    is in the findings; `stage` is told what takes time. Raises InputError for a text without enough tokens."""
+    is in the findings; `stage` is told what takes time, `name` is the checkpoint's for the report. Raises InputError for a text without enough tokens."""
     survey = take(folder)
     checks.check_tensors(survey)
     head = checks.check_mtp(survey)
@@ -128,15 +137,22 @@ def examine(
         survey.findings += verdicts.unprobed(suspected)
     else:
         survey.findings += verdicts.of_decoder(probed)
-        survey.findings += verdicts.of_head(probed, suspected) if probed.acceptance else verdicts.unprobed(_of_head(suspected))
+        survey.findings += (
+            verdicts.of_head(probed, suspected) if probed.acceptance else verdicts.unprobed(_of_head(suspected))
+        )
     survey.findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     kind = model_type(survey.raw)
     convention = "shifted (the scale itself)" if survey.layout == MLX else "zero-centred (the scale is 1 + w)"
     return Report(
-        str(folder), kind if isinstance(kind, str) else None, survey.config, _parameters(survey, head),
+        name or str(folder), kind if isinstance(kind, str) else None, survey.config, _parameters(survey, head),
         sorted({stored.file.name for stored in survey.tensors}), checks.stored_types(survey.tensors), quantisation,
         vocabulary, ends, template, head, Norms(convention, medians(norms)), speed, probed, survey.findings,
     )  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    """JSON has no others than finite ones."""
+    return value if math.isfinite(value) else None
 
 
 def _of_head(suspected: Seq[Suspect]) -> list[Suspect]:
@@ -165,9 +181,13 @@ def _speed(
         try:
             bandwidth = bandwidth_of(device)
         except InputError as error:
-            survey.say(Finding("note", "bandwidth-unmeasured", str(error)))
+            survey.note("bandwidth-unmeasured", str(error))
     narrow = any(stored.dtype == EIGHT_BITS for stored in survey.tensors)
-    return speed_of(config, dtype, device, narrow, bandwidth)
+    try:
+        return speed_of(config, dtype, device, narrow, bandwidth)
+    except (RuntimeError, OverflowError) as error:
+        survey.note("sizes-impossible", f"no memory has room for what config.json describes: {error}")
+        return None
 
 
 def _probe(
@@ -184,14 +204,14 @@ def _probe(
     elif tokenizer is None:
         reason = "there is no tokenizer to read a text with"
     if reason is not None:
-        survey.say(Finding("note", "probe-skipped", f"nothing was run: {reason}"))
+        survey.note("probe-skipped", f"nothing was run: {reason}")
         return None
     assert tokenizer is not None
     if settings.text is None:
         windows = built_in(tokenizer, settings.tokens)
     else:
         windows = cut([tokenizer.encode(settings.text)], settings.tokens)
-    usable = head.state == "present" and not any(f.severity != "note" and f.code.startswith("mtp-") for f in survey.findings)
+    usable = head.state == "present" and not any(finding.code in UNUSABLE for finding in survey.findings)
     assert survey.config is not None
     stage("probing: the target and its head read a text")
     size = min(tokenizer.vocab_size or survey.config.vocab_size, survey.config.vocab_size)
@@ -201,8 +221,15 @@ def _probe(
     except InputError as error:
         if str(error).startswith("text:"):
             raise
-        survey.say(Finding("warning", "probe-failed", f"the weights were not tried: {error}",
-                           "Use a smaller --dtype, a --device with more memory, or --no-probe."))  # fmt: skip
+        survey.warning(
+            "probe-failed",
+            f"the weights were not tried: {error}",
+            "Use a smaller --dtype, a --device with more memory, or --no-probe.",
+        )
     except SurefootError as error:
-        survey.say(Finding("error", "load-failed", str(error), "Engine.from_pretrained fails in the same way; see docs/checkpoints.md."))
+        survey.error(
+            "load-failed",
+            str(error),
+            "Engine.from_pretrained fails in the same way; see docs/checkpoints.md.",
+        )
     return None

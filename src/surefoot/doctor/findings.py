@@ -12,8 +12,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found. An "error" gives no text or wrong text, or drafts that are not accepted; a "warning" may;
-    a "note" is good to know. `advice` says what to do; only notes may come without."""
+    """One thing that was found. An "error" means no text, wrong text, or drafts that are not accepted; a "warning" that
+    it may; a "note" is good to know. `advice` says what to do; only notes may come without."""
 
     severity: Severity
     code: str

@@ -1,9 +1,9 @@
 """Norm weights: in which convention a file has them, and which of them were shifted once too often or not at all.
 
-Hugging Face files of this family have all norm weights but the DeltaNet's zero-centred: the scale is 1 + w. MLX and GGUF
-files have the scale itself. Loading decides by the file's format. A converter that forgets, or does it again, leaves
-means that are off by one. That alone proves nothing (a healthy `mtp.norm` can have a mean of 2.6), so what is found here
-are suspects; the probe tries them corrected.
+Hugging Face files of this family have all norm weights but the DeltaNet's zero-centred: the scale is 1 + w. MLX and
+GGUF files have the scale itself. Loading decides by the file's format. A converter that forgets, or does it again,
+leaves means that are off by one. That alone proves nothing (a healthy `mtp.norm` can have a mean of 2.6), so what is
+found here are suspects; the probe tries them corrected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The weights at work: the target reads a text, and the MTP head drafts along it, as wired and wired otherwise on purpose.
+"""The weights at work: the target reads a text, and the MTP head drafts along it, as wired and otherwise on purpose.
 
 Teacher-forced: every token that is read is the text's. The head's row of position p has the target's hidden state there
 and token p + 1; its draft is right if the target, having read the text up to p + 1, would choose the same token. The
@@ -10,7 +10,7 @@ wired. (A probe without a speculation loop: Qwen3.5 implementations have used it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.bench.prompts import held_out
-from surefoot.config import ModelConfig
 from surefoot.doctor.norms import Suspect, is_centred
 from surefoot.errors import InputError
 from surefoot.kernels.linear import LinearFactory
@@ -78,8 +77,8 @@ class Control:
 
 @dataclass(frozen=True)
 class Trial:
-    """The decoder's loss (nats a token) with suspected norms as stored and corrected; `sure`: the difference in standard
-    errors, positive if the correction helps."""
+    """The decoder's loss (nats a token) with suspected norms as stored and corrected; `sure`: the difference in
+    standard errors, positive if the correction helps."""
 
     suspect: Suspect
     stored: float
@@ -127,13 +126,13 @@ def built_in(tokenizer: Tokenizer, tokens: int) -> list[list[int]]:
     return cut((tokenizer.encode(text) for text in texts), tokens)
 
 
-def cut(texts: object, tokens: int) -> list[list[int]]:
+def cut(texts: Iterable[Seq[int]], tokens: int) -> list[list[int]]:
     """The first `tokens` tokens of lists of tokens, in windows."""
     windows: list[list[int]] = []
     left = tokens
-    for text in texts:  # type: ignore[attr-defined]  # any iterable of lists
+    for text in texts:
         for start in range(0, len(text), WINDOW):
-            window = text[start : start + min(WINDOW, left)]
+            window = list(text[start : start + min(WINDOW, left)])
             left -= len(window)
             if len(window) > 1:
                 windows.append(window)
@@ -226,7 +225,7 @@ def probe(
     losses = torch.cat([reading.losses for reading in readings])
     acceptance: list[Share] = []
     controls: list[Control] = []
-    if with_head:
+    if with_head and losses.isfinite().all():
         acceptance, controls = _judge_head(subject, windows, readings, depth)
     tokens, uniform = sum(map(len, windows)), math.log(size)
     return Probe(tokens, losses.mean().item(), uniform, trials, acceptance, controls)

@@ -50,7 +50,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "end ids", ends or "none"
     yield "chat template", "yes" if report.chat_template else "no"
     where = f", in {listing(report.mtp.files, 2)}" if report.mtp.files else ""
-    yield "MTP head", f"{report.mtp.state}{where}"
+    lacks = f", {len(report.mtp.missing)} tensors missing" if report.mtp.missing else ""
+    yield "MTP head", f"{report.mtp.state}{where}{lacks}"
     means = ", ".join(f"{kind} {mean:.2f}" for kind, mean in report.norms.medians.items())
     yield "norms", f"{report.norms.convention} by the files' format; median means: {means or 'none'}"
     if report.speed is not None:
@@ -63,10 +64,16 @@ def _sizes(c: ModelConfig) -> Iterator[tuple[str, str]]:
     ffn = f"feed-forward {c.ffn_width}" if c.moe is None else (
         f"{c.moe.num_experts} experts of {c.moe.expert_width}, {c.moe.experts_per_token} a token, "
         f"shared {c.moe.shared_width}")  # fmt: skip
-    yield "sizes", (
-        f"hidden {c.hidden_size}, {ffn}; attention {c.num_heads} heads, {c.num_kv_heads} of keys, {c.head_dim} wide, "
-        f"{c.rotary_dim} rotated; DeltaNet {c.linear_value_heads} value heads of {c.linear_value_dim}, "
-        f"{c.linear_key_heads} of keys of {c.linear_key_dim}"
+    yield "sizes", f"hidden {c.hidden_size}, {ffn}"
+    yield (
+        "attention",
+        (f"{c.num_heads} heads, {c.num_kv_heads} of keys and values, {c.head_dim} wide, {c.rotary_dim} rotated"),
+    )
+    yield (
+        "DeltaNet",
+        (
+            f"{c.linear_value_heads} value heads of {c.linear_value_dim}, {c.linear_key_heads} key heads of {c.linear_key_dim}"
+        ),
     )
     yield "head", "tied to the embedding" if c.tied else "of its own"
 
@@ -74,19 +81,28 @@ def _sizes(c: ModelConfig) -> Iterator[tuple[str, str]]:
 def _speed(speed: Speed) -> Iterator[tuple[str, str]]:
     step, slot = speed.step, speed.slot
     held = "" if speed.held == speed.dtype else f" (held in {speed.held})"
-    yield "a token reads", (
-        f"{step.total / 1e6:,.2f} MB in {speed.dtype}{held} at context {speed.context:,}: weights "
-        f"{step.weights / 1e6:,.2f}, states {step.state / 1e6:,.2f}, keys and values {step.kv / 1e6:,.2f}; "
-        f"a draft token {step.draft / 1e6:,.2f}"
+    yield (
+        "a token reads",
+        (
+            f"{step.total / 1e6:,.2f} MB in {speed.dtype}{held} at context {speed.context:,}: weights "
+            f"{step.weights / 1e6:,.2f}, states {step.state / 1e6:,.2f}, keys and values {step.kv / 1e6:,.2f}; "
+            f"a draft token {step.draft / 1e6:,.2f}"
+        ),
     )
     if (ceiling := speed.ceiling) is not None:
-        yield "ceiling", (
-            f"{ceiling.tokens_per_second:,.1f} tokens/s at batch 1 without drafts: {speed.device} reads "
-            f"{ceiling.bandwidth / 1e9:,.1f} GB/s"
+        yield (
+            "ceiling",
+            (
+                f"{ceiling.tokens_per_second:,.1f} tokens/s at batch 1 without drafts: {speed.device} reads "
+                f"{ceiling.bandwidth / 1e9:,.1f} GB/s"
+            ),
         )
-    yield "a slot takes", (
-        f"{slot.total / 1e6:,.2f} MB for {slot.max_len:,} tokens: keys and values {slot.kv / 1e6:,.2f}, states "
-        f"{slot.recurrent / 1e6:,.2f}, MTP lane {slot.lane / 1e6:,.2f}; {slot.per_token:,} bytes a token"
+    yield (
+        "a slot takes",
+        (
+            f"{slot.total / 1e6:,.2f} MB for {slot.max_len:,} tokens: keys and values {slot.kv / 1e6:,.2f}, states "
+            f"{slot.recurrent / 1e6:,.2f}, MTP lane {slot.lane / 1e6:,.2f}; {slot.per_token:,} bytes a token"
+        ),
     )
 
 

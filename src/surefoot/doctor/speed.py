@@ -8,7 +8,7 @@ import torch
 
 from surefoot.bench.cost import Ceiling, StepBytes, reader, step_bytes
 from surefoot.bench.run import dtype_in_memory
-from surefoot.bench.turns import take_turns
+from surefoot.bench.turns import nothing, take_turns
 from surefoot.cache import KVCache
 from surefoot.config import ModelConfig
 from surefoot.engine.loaded import takes_eight_bits
@@ -22,8 +22,8 @@ SLOT = 4096  # tokens that a slot has room for, as the commands have it by defau
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """Of one sequence with room for `max_len` tokens: keys and values, DeltaNet states, the MTP head's lane; `per_token`
-    is what one token adds, the lane included."""
+    """Of one sequence with room for `max_len` tokens: keys and values, DeltaNet states, the MTP head's lane;
+    `per_token` is what one token adds, the lane included."""
 
     max_len: int
     kv: int
@@ -58,7 +58,9 @@ def held_dtype(dtype: torch.dtype, device: torch.device, narrow: bool) -> torch.
     return dtype_in_memory(LinearFactory()(torch.zeros(8, 8, dtype=dtype)), dtype)
 
 
-def speed_of(config: ModelConfig, dtype: torch.dtype, device: torch.device, narrow: bool, bandwidth: float | None) -> Speed:
+def speed_of(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, narrow: bool, bandwidth: float | None
+) -> Speed:
     """From sizes alone; `bandwidth` in bytes/s."""
     held = held_dtype(dtype, device, narrow)
     head = dtype if held == FLOAT8 else held
@@ -84,8 +86,7 @@ def slot_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, ma
 def bandwidth_of(device: torch.device) -> float:
     """Read bandwidth in bytes/s. Raises InputError if memory has no room for what is read."""
     read, size = reader(device)
-    wait = torch.cuda.synchronize if device.type == "cuda" else None
-    times = take_turns({"read": read}, rounds=2, **({} if wait is None else {"wait": wait}))
+    times = take_turns({"read": read}, rounds=2, wait=torch.cuda.synchronize if device.type == "cuda" else nothing)
     return 1000 * size / times["read"].median
 
 

@@ -50,9 +50,17 @@ class Survey:
     layout: str = "pt"
     findings: list[Finding] = field(default_factory=list)
 
-    def say(self, finding: Finding) -> None:
-        """Note a finding."""
-        self.findings.append(finding)
+    def error(self, code: str, sentence: str, advice: str) -> None:
+        """The checkpoint gives no text, wrong text, or drafts that are not accepted."""
+        self.findings.append(Finding("error", code, sentence, advice))
+
+    def warning(self, code: str, sentence: str, advice: str) -> None:
+        """It may do so."""
+        self.findings.append(Finding("warning", code, sentence, advice))
+
+    def note(self, code: str, sentence: str, advice: str = "") -> None:
+        """Good to know."""
+        self.findings.append(Finding("note", code, sentence, advice))
 
 
 def take(folder: Path) -> Survey:
@@ -63,7 +71,7 @@ def take(folder: Path) -> Survey:
         listed, promised = listed_files(folder)
     except CheckpointError as error:
         advice = "Fetch the index and all safetensors files, or delete a broken index if there is only one file."
-        survey.say(Finding("error", "files-missing", str(error), advice))
+        survey.error("files-missing", str(error), advice)
         return survey
     for file in listed:
         _read_file(survey, file, [name for name, shard in promised.items() if shard == file.name])
@@ -73,7 +81,7 @@ def take(folder: Path) -> Survey:
     try:
         survey.found = canonical(survey.tensors)
     except CheckpointError as error:
-        survey.say(Finding("error", "tensor-twice", str(error), "Delete the copy that does not belong to the model."))
+        survey.error("tensor-twice", str(error), "Delete the copy that does not belong to the model.")
     return survey
 
 
@@ -81,7 +89,7 @@ def _read_config(survey: Survey) -> None:
     try:
         survey.raw = read_json(survey.folder / "config.json")
     except CheckpointError as error:
-        survey.say(Finding("error", "config-unreadable", str(error), "Fetch config.json from where the weights are from."))
+        survey.error("config-unreadable", str(error), "Fetch config.json from where the weights are from.")
         return
     try:
         survey.config = parse_config(survey.raw)
@@ -89,11 +97,13 @@ def _read_config(survey: Survey) -> None:
         kind = model_type(survey.raw)
         if kind in DENSE_TYPES + MOE_TYPES:
             advice = "Use an export with this setting as expected; Surefoot would load it and give wrong text."
-            survey.say(Finding("error", "config-refused", str(error), advice))
+            survey.error("config-refused", str(error), advice)
         else:
             sentence = f"model_type is {shown(kind)}, which is none of {', '.join(DENSE_TYPES + MOE_TYPES)}"
-            advice = "Use a checkpoint of the Qwen3.5/3.6 family; other models run through `surefoot.TransformersTarget`."
-            survey.say(Finding("error", "architecture-unknown", sentence, advice))
+            advice = (
+                "Use a checkpoint of the Qwen3.5/3.6 family; other models run through `surefoot.TransformersTarget`."
+            )
+            survey.error("architecture-unknown", sentence, advice)
 
 
 def model_type(raw: Mapping[str, object]) -> object:
@@ -107,8 +117,11 @@ def _read_file(survey: Survey, file: Path, promised: Seq[str]) -> None:
     if not file.exists():
         survey.unsound.append(file)
         names = f"{len(promised)} tensors should be in it: {listing(promised, 3)}"
-        survey.say(Finding("error", "shard-missing", f"{file.name}: {INDEX} names it, but it is not there; {names}",
-                           "Download the missing file into the folder."))  # fmt: skip
+        survey.error(
+            "shard-missing",
+            f"{file.name}: {INDEX} names it, but it is not there; {names}",
+            "Download the missing file into the folder.",
+        )
         return
     try:
         with open_safetensors(file) as reader:
@@ -120,24 +133,27 @@ def _read_file(survey: Survey, file: Path, promised: Seq[str]) -> None:
     survey.tensors += tensors
     if layout == MLX and survey.layout != MLX:
         survey.layout = MLX
-        survey.say(Finding("error", "layout-mlx", f"{file.name} was written by MLX, which adds 1 to the norm weights; "
-                           "Surefoot reads Hugging Face exports and would add 1 once more",
-                           "Use the Hugging Face checkpoint that this one was converted from."))  # fmt: skip
+        survey.error(
+            "layout-mlx",
+            f"{file.name} was written by MLX, which adds 1 to the norm weights; "
+            "Surefoot reads Hugging Face exports and would add 1 once more",
+            "Use the Hugging Face checkpoint that this one was converted from.",
+        )
 
 
 def _read_damaged(survey: Survey, file: Path, error: CheckpointError) -> None:
     header = _bare_header(file)
     if header is None:
-        survey.say(Finding("error", "file-damaged", str(error), COPY_AGAIN))
+        survey.error("file-damaged", str(error), COPY_AGAIN)
         return
     tensors, promised = header
     size = file.stat().st_size
     survey.tensors += tensors
     if size < promised:
         sentence = f"{file.name} is truncated: its header promises {promised:,} bytes, it has {size:,}"
-        survey.say(Finding("error", "file-truncated", sentence, COPY_AGAIN))
+        survey.error("file-truncated", sentence, COPY_AGAIN)
     else:
-        survey.say(Finding("error", "file-damaged", str(error), COPY_AGAIN))
+        survey.error("file-damaged", str(error), COPY_AGAIN)
 
 
 def _bare_header(file: Path) -> tuple[list[Stored], int] | None:
@@ -149,9 +165,10 @@ def _bare_header(file: Path) -> tuple[list[Stored], int] | None:
                 return None
             header = json.loads(stream.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors = [Stored(name, file, tuple(entry["shape"]), str(entry["dtype"])) for name, entry in entries.items()]
+        shapes = {name: tuple(int(size) for size in entry["shape"]) for name, entry in entries.items()}
+        tensors = [Stored(name, file, shapes[name], str(entry["dtype"])) for name, entry in entries.items()]
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return tensors, LENGTH_BYTES + length + end
 
@@ -168,7 +185,7 @@ def _check_index(survey: Survey, listed: Seq[Path], promised: Mapping[str, str])
     if broken:
         sentence = f"{INDEX} promises tensors in files that do not hold them: {listing(broken)}"
         advice = "Fetch index and files from one source: these are of different exports."
-        survey.say(Finding("error", "index-wrong", sentence, advice))
+        survey.error("index-wrong", sentence, advice)
 
 
 def _look_beside(survey: Survey, listed: Seq[Path]) -> None:
@@ -180,21 +197,29 @@ def _look_beside(survey: Survey, listed: Seq[Path]) -> None:
             with open_safetensors(file) as reader:
                 beside = stored_in(reader, file)
         except CheckpointError as error:
-            survey.say(Finding("error", "file-damaged", str(error), f"{COPY_AGAIN} Or move it away if it is not needed."))
+            if file.parent != survey.folder:
+                continue  # which nobody reads
+            survey.error("file-damaged", str(error), f"{COPY_AGAIN} Or move it away if it is not needed.")
             continue
         name = str(file.relative_to(survey.folder))
         if only_mtp(beside) and file.parent == survey.folder:
             survey.sidecars.append(file)
             survey.tensors += beside
         elif only_mtp(beside):
-            survey.say(Finding("warning", "mtp-elsewhere", f"{name} holds an MTP head in a folder where it is not read",
-                               "Move the file beside config.json."))  # fmt: skip
+            survey.warning(
+                "mtp-elsewhere",
+                f"{name} holds an MTP head in a folder where it is not read",
+                "Move the file beside config.json.",
+            )
         elif any(stored.name.endswith(HEAD_SIGN) for stored in beside):
-            survey.say(Finding("warning", "mtp-unnamed", f"{name} looks like an MTP head, but its tensors are not named "
-                               f"mtp.*: {listing((stored.name for stored in beside), 3)}",
-                               "Rename its tensors to mtp.* (mtp.fc.weight, mtp.layers.0...)."))  # fmt: skip
+            survey.warning(
+                "mtp-unnamed",
+                f"{name} looks like an MTP head, but its tensors are not named "
+                f"mtp.*: {listing((stored.name for stored in beside), 3)}",
+                "Rename its tensors to mtp.* (mtp.fc.weight, mtp.layers.0...).",
+            )
         elif file.parent == survey.folder:
-            survey.say(Finding("note", "file-unused", f"{name} is not read: {INDEX} or model.safetensors stands for all"))
+            survey.note("file-unused", f"{name} is not read: {INDEX} or model.safetensors stands for all")
 
 
 def _names(stored: Iterable[str]) -> set[str]:

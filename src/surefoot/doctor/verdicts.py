@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
@@ -18,33 +19,53 @@ ONCE, NEVER = "norm-shifted-twice", "norm-not-shifted"
 def unprobed(suspects: Seq[Suspect]) -> Iterator[Finding]:
     """Suspects whose correction nobody tried."""
     for suspect in suspects:
-        yield Finding("warning", _code(suspect.shift), f"{listing(suspect.names)}: {suspect.reason}; loading adds 1 to what a "
-                      "Hugging Face file has",
-                      f"Run the probe (without --no-probe) to make sure; if so, {_correction(suspect.shift)}.")  # fmt: skip
+        yield Finding(
+            "warning",
+            _code(suspect.shift),
+            f"{listing(suspect.names)}: {suspect.reason}; loading adds 1 to what a Hugging Face file has",
+            f"Run the probe (without --no-probe) to make sure; if so, {_correction(suspect.shift)}.",
+        )
 
 
 def of_decoder(probe: Probe) -> Iterator[Finding]:
     """Norms tried, and whether the text was understood at all."""
+    if not math.isfinite(probe.loss):
+        yield Finding(
+            "error",
+            "not-finite",
+            "the model's loss over the text is not a number: weights are NaN or infinite, or overflow in this dtype",
+            "Fetch the files again; if they are right, use --dtype bfloat16 or float32.",
+        )
+        return
     for trial in probe.trials:
         yield from _of_trial(trial)
     if probe.loss > NO_BETTER * probe.uniform:
-        yield Finding("warning", "text-not-read", f"the model's loss over the text is {probe.loss:.2f} nats a token, a blind "
-                      f"guess has {probe.uniform:.2f}",
-                      "If these are no random weights, the files or their conversion are damaged: fetch them again.")  # fmt: skip
+        yield Finding(
+            "warning",
+            "text-not-read",
+            f"the model's loss over the text is {probe.loss:.2f} nats a token, a blind guess has {probe.uniform:.2f}",
+            "If these are no random weights, the files or their conversion are damaged: fetch them again.",
+        )
 
 
 def _of_trial(trial: Trial) -> Iterator[Finding]:
     suspect = trial.suspect
-    told = f"{trial.stored:.2f} nats a token as stored, {trial.corrected:.2f} corrected"
-    alone = suspect.names == (FINAL,)
-    if trial.confirmed:
-        yield Finding("warning" if alone else "error", _code(suspect.shift), f"{listing(suspect.names)}: "
-                      + ("its weights seem 1 too high" if alone else suspect.reason) + f"; loss over the text {told}",
-                      _capital(_correction(suspect.shift)) + ("" if not alone else
-                      ", if the original checkpoint has lower ones: a final norm can be sharp by training") + ".")  # fmt: skip
-    elif not alone:
-        yield Finding("note", "norm-unusual", f"{listing(suspect.names)}: {suspect.reason}; but the text is read better with "
-                      f"them as they are ({told})")  # fmt: skip
+    names, told = listing(suspect.names), f"{trial.stored:.2f} nats a token as stored, {trial.corrected:.2f} corrected"
+    if suspect.names == (FINAL,):
+        if trial.confirmed:
+            yield Finding(
+                "warning",
+                _code(suspect.shift),
+                f"{names}: its weights seem 1 too high; loss over the text {told}",
+                "Compare it with the original checkpoint (a final norm can be sharp by training); if it has lower "
+                f"weights, {_correction(suspect.shift)}.",
+            )
+    elif trial.confirmed:
+        sentence = f"{names}: {suspect.reason}; loss over the text {told}"
+        yield Finding("error", _code(suspect.shift), sentence, f"{_capital(_correction(suspect.shift))}.")
+    else:
+        sentence = f"{names}: {suspect.reason}; but the text is read no worse with them as they are ({told})"
+        yield Finding("note", "norm-unusual", sentence)
 
 
 def of_head(probe: Probe, suspects: Seq[Suspect]) -> Iterator[Finding]:
@@ -54,20 +75,35 @@ def of_head(probe: Probe, suspects: Seq[Suspect]) -> Iterator[Finding]:
     best = max(winners, key=lambda control: control.share.agreed, default=None)
     if best is not None:
         code, sentence, advice = _fault(best)
-        yield Finding("error", code, f"{sentence}: {best.share.rate:.0%} of first drafts are right that way, "
-                      f"{first.rate:.0%} as wired", advice)  # fmt: skip
+        yield Finding(
+            "error",
+            code,
+            f"{sentence}: {best.share.rate:.0%} of first drafts are right that way, {first.rate:.0%} as wired",
+            advice,
+        )
         return
     if first.rate < USELESS:
-        yield Finding("error", "mtp-drafts-nothing", f"{first.rate:.0%} of the head's first drafts are the target's choice, and no "
-                      "other wiring does better: the head does not belong to these weights, or the text is unlike any they know",
-                      "Take the head from the same release as the weights; until then use drafter=\"ngram\" or \"none\".")  # fmt: skip
+        yield Finding(
+            "error",
+            "mtp-drafts-nothing",
+            f"{first.rate:.0%} of the head's first drafts are the target's choice, and no "
+            "other wiring does better: the head does not belong to these weights, or the text is unlike any they know",
+            'Take the head from the same release as the weights; until then use drafter="ngram" or "none".',
+        )
     elif first.rate < WEAK:
-        yield Finding("warning", "mtp-drafts-little", f"{first.rate:.0%} of the head's first drafts are the target's choice",
-                      "Try --text with text of your own; if it stays so, drafter=\"auto\" or \"ngram\" may be faster.")  # fmt: skip
+        yield Finding(
+            "warning",
+            "mtp-drafts-little",
+            f"{first.rate:.0%} of the head's first drafts are the target's choice",
+            'Try --text with text of your own; if it stays so, drafter="auto" or "ngram" may be faster.',
+        )
     for suspect in suspects:
         if any(is_mtp(name) for name in suspect.names):
-            yield Finding("note", "norm-unusual", f"{listing(suspect.names)}: {suspect.reason}; but the head drafts no better "
-                          "without that")  # fmt: skip
+            yield Finding(
+                "note",
+                "norm-unusual",
+                f"{listing(suspect.names)}: {suspect.reason}; but the head drafts no better without that",
+            )
 
 
 def _fault(control: Control) -> tuple[str, str, str]:
@@ -93,7 +129,8 @@ def _code(shift: int) -> str:
 
 
 def _correction(shift: int) -> str:
-    return f"{'subtract 1 from' if shift == 1 else 'add 1 to'} these weights, or convert the checkpoint again without that step"
+    change = "subtract 1 from" if shift == 1 else "add 1 to"
+    return f"{change} these weights, or convert the checkpoint again without that step"
 
 
 def _capital(text: str) -> str:

@@ -188,9 +188,7 @@ class Differences:
     extra: tuple[Problem, ...]
 
 
-def differences(
-    config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Place, Stored]]
-) -> Differences:
+def differences(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Place, Stored]]) -> Differences:
     """What is missing, what has another shape or type than it must, and what should not be there."""
     missing: list[Problem] = []
     wrong: list[Problem] = []
