@@ -79,14 +79,14 @@ def step_bytes(
     target, mtp = target_shapes(c), mtp_shapes(c)
     head_bytes = c.vocab_size * c.hidden_size * (head_dtype or dtype).itemsize
     drafted = head_bytes * (draft_vocab or c.vocab_size) // c.vocab_size
-    draft = _elements(mtp, c, batch) * dtype.itemsize + drafted + kv if mtp else 0
+    draft = elements(mtp, c, batch) * dtype.itemsize + drafted + kv if mtp else 0
     body = {name: shape for name, shape in target.items() if name not in (head, "model.embed_tokens.weight")}
-    weights = _elements(body, c, rows) * dtype.itemsize + head_bytes
+    weights = elements(body, c, rows) * dtype.itemsize + head_bytes
     return StepBytes(weights, 2 * state * STATE_BYTES * batch, attention * kv, draft)
 
 
-def _elements(shapes: Shapes, config: ModelConfig, rows: int) -> int:
-    """Of the tensors, for so many rows: of the routed experts the expected number that any row chooses."""
+def elements(shapes: Shapes, config: ModelConfig, rows: int) -> int:
+    """Elements of the tensors that rows read: of the routed experts the expected number that any row chooses."""
     total = 0.0
     for name, shape in shapes.items():
         share = 1.0

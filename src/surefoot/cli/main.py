@@ -1,7 +1,8 @@
 """The `surefoot` command: its subcommands, one-line errors, and exit codes.
 
-0 done; 2 bad input (any error of ours about what was given); 1 the model misbehaved; 130 interrupted; 141 the reader of
-our output went away. Nothing here may import torch: `surefoot --help` has to answer at once.
+0 done; 2 bad input (any error of ours about what was given); 1 the model misbehaved, or `doctor` found an error in it;
+130 interrupted; 141 the reader of our output went away. Nothing here may import torch: `surefoot --help` has to answer
+at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import BenchOptions, ChatOptions, Options, ServeOptions, TuneOptions, takes
+from surefoot.cli.options import BenchOptions, ChatOptions, DoctorOptions, Options, ServeOptions, TuneOptions, takes
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -106,6 +107,17 @@ def tune(options: TuneOptions) -> None:
         from surefoot.cli import tune as command
 
         command.run_tune(options)
+
+
+@app.command()
+@takes(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Say what is in a checkpoint and what is wrong with it; exit code 1 if there is an error among the findings."""
+    with _one_line_errors():
+        from surefoot.cli import doctor as command
+
+        if not command.doctor(options):
+            raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -316,6 +316,25 @@ def _file(value: object) -> object:
     return value.name if isinstance(value, Path) else value
 
 
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Which checkpoint to look at, and how far, as given."""
+
+    model: Annotated[str, typer.Argument(help="A bundled name, a folder, or a hub id owner/name.", show_default=False)]
+    probe: Annotated[
+        bool, _option("--probe/--no-probe", help="Load the weights, and let the MTP head draft along a text.",
+                      panel=MEASURE)
+    ] = True  # fmt: skip
+    text: Annotated[
+        Path | None, _option("--text", help="A text to probe with.  [default: built-in ones]", panel=MEASURE)
+    ] = None
+    tokens: Annotated[int, _option("--tokens", "-n", help="Most tokens of text to probe with.", panel=MEASURE)] = 1024
+    depth: Annotated[int, _option("--depth", "-k", help="Draft positions to probe.", panel=MEASURE)] = 4
+    device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
+    dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "bfloat16"
+    as_json: Annotated[bool, _option("--json", help="Print one JSON object instead of text.", panel=OUTPUT)] = False
+
+
 def number_or_file(text: str | None) -> int | str | None:
     """A draft vocabulary as given: a number of tokens if it is one, else a file's name."""
     try:
@@ -333,7 +352,7 @@ def listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...
 
 
 def takes(
-    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions],
+    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions] | type[DoctorOptions],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""

@@ -28,7 +28,10 @@ from surefoot.loading.names import Place, is_mtp, pieces, place, scale_shapes, s
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model.tensors import NARROW, Shapes, mtp_shapes, target_shapes
 
-__all__ = ["Checkpoint", "Inspection", "MtpPolicy", "find_model", "inspect", "load_checkpoint"]
+__all__ = [
+    "Checkpoint", "Differences", "Inspection", "MtpPolicy", "Problem", "canonical", "differences", "find_model",
+    "inspect", "load_checkpoint",
+]  # fmt: skip
 
 MtpPolicy = Literal["require", "if-present", "skip"]
 Progress = Callable[[int, int], None]
@@ -78,7 +81,7 @@ def inspect(path: str | Path, mtp: MtpPolicy = "if-present") -> Inspection:
     if not is_there(folder) or not folder.is_dir():
         raise CheckpointError(f"{path}: expected a folder with config.json and safetensors files, found no such folder")
     config = parse_config(read_json(folder / "config.json"))
-    found = _canonical(inventory(folder))
+    found = canonical(inventory(folder))
     if mtp == "skip":
         found = {name: parts for name, parts in found.items() if not is_mtp(name)}
         config = replace(config, mtp_layers=0)
@@ -123,7 +126,8 @@ def load_checkpoint(
     return Checkpoint(checked.path, config, tensors, eos_token_ids, tokenizer, notes)
 
 
-def _canonical(tensors: list[Stored]) -> dict[str, dict[Place, Stored]]:
+def canonical(tensors: list[Stored]) -> dict[str, dict[Place, Stored]]:
+    """By canonical name, the stored tensors that make one up. Raises CheckpointError for one that is there twice."""
     found: dict[str, dict[Place, Stored]] = {}
     for stored in tensors:
         spot = place(stored.name)
@@ -167,10 +171,27 @@ def _take_tied_head(config: ModelConfig, found: dict[str, dict[Place, Stored]]) 
     return head
 
 
-def _check(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Place, Stored]]) -> None:
-    """Raise one CheckpointError that names the missing, misshapen and unexpected tensors (the first few of each)."""
-    missing: list[str] = []
-    wrong: list[str] = []
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a canonical tensor: a sentence with what was expected and what was found."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Between the tensors that a config asks for and those that are there."""
+
+    missing: tuple[Problem, ...]
+    wrong: tuple[Problem, ...]
+    extra: tuple[Problem, ...]
+
+
+def differences(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Place, Stored]]) -> Differences:
+    """What is missing, what has another shape or type than it must, and what should not be there."""
+    missing: list[Problem] = []
+    wrong: list[Problem] = []
     for name, shape in expected.items():
         parts = found.get(name, {})
         # A tensor that came in pieces is judged as pieces; one that did not come at all is reported by its own name.
@@ -180,23 +201,34 @@ def _check(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Pl
             shapes = stored_shapes(spot, shape)
             stored = parts.get(spot)
             if stored is None:
-                missing.append(f"{_label(spot)}: expected {list(shapes[0])}, found no such tensor")
+                text = f"{_label(spot)}: expected {list(shapes[0])}, found no such tensor"
+                missing.append(Problem(name, text))
                 continue
             eight_bits = stored.dtype == EIGHT_BITS and len(stored.shape) > 1
             if stored.shape not in shapes or not (eight_bits or stored.dtype in FLOATING):
-                wrong.append(_shape_problem(_label(spot), shapes, stored))
+                wrong.append(Problem(name, _shape_problem(_label(spot), shapes, stored)))
             elif eight_bits:
                 scales.append(replace(spot, scale=True))
                 problem = _scale_problem(scales[-1], stored, parts.get(scales[-1]))
                 if problem is not None:
-                    wrong.append(problem)
+                    wrong.append(Problem(name, problem))
         wanted += scales
         if set(parts) - set(wanted):
             other = next(stored for spot, stored in parts.items() if spot not in wanted)
             several = f" or {len(pieces(name, config))} pieces" if pieces(name, config) else ""
-            wrong.append(f"{name}: expected one tensor{several}, found also {other.name}")
-    extra = [f"{name}: expected no such tensor, found it in {_files(found[name])}" for name in found.keys() - expected]
-    problems = [text for group in (missing, wrong, sorted(extra)) for text in _first(group)]
+            wrong.append(Problem(name, f"{name}: expected one tensor{several}, found also {other.name}"))
+    extra = [
+        Problem(name, f"{name}: expected no such tensor, found it in {_files(found[name])}")
+        for name in sorted(found.keys() - expected)
+    ]
+    return Differences(tuple(missing), tuple(wrong), tuple(extra))
+
+
+def _check(config: ModelConfig, expected: Shapes, found: Mapping[str, Mapping[Place, Stored]]) -> None:
+    """Raise one CheckpointError that names the missing, misshapen and unexpected tensors (the first few of each)."""
+    found_out = differences(config, expected, found)
+    groups = (found_out.missing, found_out.wrong, found_out.extra)
+    problems = [text for group in groups for text in _first([problem.text for problem in group])]
     if problems:
         raise CheckpointError("; ".join(problems))
 

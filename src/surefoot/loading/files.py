@@ -21,6 +21,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MLX = "mlx"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,24 @@ def inventory(folder: Path) -> list[Stored]:
     them that hold nothing but MTP tensors (some exports put the head into a file that the index does not list).
     Raises CheckpointError for a damaged file, a missing shard, or a shard without a tensor that the index promises.
     """
+    listed, promised = listed_files(folder)
+    tensors: list[Stored] = []
+    for file in listed:
+        if not is_there(file):
+            raise CheckpointError(f"{folder / INDEX}: expected the shard {file.name} beside it, found no such file")
+        tensors += read_header(file)
+    _check_index(promised, tensors)
+    for file in sorted(folder.glob("*.safetensors")):
+        if file not in listed:
+            beside = read_header(file)
+            if only_mtp(beside):
+                tensors += beside
+    return tensors
+
+
+def listed_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """The files that the model is made of, there or not, and the file that the index promises each tensor in (nothing
+    without an index). Raises CheckpointError for an index that cannot be read, or if there is no file."""
     present = sorted(folder.glob("*.safetensors"))
     if is_there(folder / INDEX):
         promised = _read_index(folder / INDEX)
@@ -101,30 +120,28 @@ def inventory(folder: Path) -> list[Stored]:
         listed = [folder / SINGLE] if folder / SINGLE in present else present
     if not listed:
         raise CheckpointError(f"{folder}: expected {SINGLE} or {INDEX}, found no safetensors file")
-    tensors: list[Stored] = []
-    for file in listed:
-        if not is_there(file):
-            raise CheckpointError(f"{folder / INDEX}: expected the shard {file.name} beside it, found no such file")
-        tensors += read_header(file)
-    _check_index(promised, tensors)
-    for file in present:
-        if file not in listed:
-            beside = read_header(file)
-            if _only_mtp(beside):
-                tensors += beside
-    return tensors
+    return listed, promised
 
 
 def read_header(file: Path) -> list[Stored]:
     """The tensors that one safetensors file holds. Raises CheckpointError unless the file is sound: header readable,
     every tensor inside the file, none overlapping, no gaps."""
     with open_safetensors(file) as reader:
-        layout = (reader.metadata() or {}).get("format", "pt")
-        if layout == "mlx":
+        if layout_of(reader) == MLX:
             # MLX adds 1 to the norm weights when it converts; guessing from the numbers has gone wrong elsewhere.
             raise CheckpointError(f"{file}: expected a Hugging Face export, found one in MLX's layout")
-        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  # not a dict
-        return [Stored(name, file, tuple(view.get_shape()), view.get_dtype()) for name, view in slices.items()]
+        return stored_in(reader, file)
+
+
+def layout_of(reader: Any) -> str:
+    """Who wrote an opened file, as it says itself: "pt" for PyTorch and for files that do not say."""
+    return str((reader.metadata() or {}).get("format", "pt"))
+
+
+def stored_in(reader: Any, file: Path) -> list[Stored]:
+    """The tensors of an opened file."""
+    slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  # not a dict
+    return [Stored(name, file, tuple(view.get_shape()), view.get_dtype()) for name, view in slices.items()]
 
 
 @contextmanager
@@ -183,6 +200,7 @@ def _check_index(promised: dict[str, str], tensors: Iterable[Stored]) -> None:
             raise CheckpointError(f"{name}: expected in {shard} (says {INDEX}), found no such tensor there")
 
 
-def _only_mtp(tensors: Iterable[Stored]) -> bool:
+def only_mtp(tensors: Iterable[Stored]) -> bool:
+    """Whether these are tensors of an MTP head, and nothing else of the text model."""
     places = [place(stored.name) for stored in tensors]
     return any(places) and all(spot is None or is_mtp(spot.name) for spot in places)

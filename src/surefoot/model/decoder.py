@@ -7,6 +7,7 @@ fastest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -113,6 +114,13 @@ class Decoder:
 
 def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> HybridCache:
     """Empty caches for `slots` sequences of at most `max_len` tokens. Raises InputError if memory has no room."""
+    return allocate(cache_builder(config, max_len, dtype, device), slots, device)
+
+
+def cache_builder(
+    config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[int, torch.device], HybridCache]:
+    """Builds the caches of a model on `device`, for so many slots, there or without memory on "meta"."""
     state = (config.linear_key_heads, config.linear_key_dim, config.value_ratio * config.linear_value_dim)
     kv_dtype = _kv_dtype(dtype, device)
 
@@ -127,7 +135,7 @@ def build_cache(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtyp
             slots,
         )
 
-    return allocate(build, slots, device)
+    return build
 
 
 def build_kv(config: ModelConfig, slots: int, max_len: int, dtype: torch.dtype, device: torch.device) -> KVCache:
