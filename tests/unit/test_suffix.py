@@ -112,7 +112,8 @@ def test_the_drafter_finds_what_a_search_finds(earlier: list[list[int]], tokens:
             drafter.release(sequence_of(earlier[step]))
             for number, token in enumerate(earlier[step][-SEGMENTS * room :]):
                 if size == room:
-                    kept, size = [*kept, [[]]][-SEGMENTS:], 0
+                    kept.append([[]])
+                    kept, size = kept[-SEGMENTS:], 0
                 elif number == 0:
                     kept[-1].append([])
                 kept[-1][-1].append(token)
