@@ -116,7 +116,7 @@ class _Known:
     distance: int | None = None
 
     def behind_near_miss(self) -> Match | None:
-        """The place in the last copy's source behind the token that the text's last one stands for, if the `NEAR` tokens
+        """The place in the last copy's source behind the token that the last one stands for, if the `NEAR` tokens
         before it were those of the source. (They differ: else an n-gram would have been found.)"""
         tokens = self.sequence.tokens
         if self.distance is None or (start := len(tokens) - self.distance) <= NEAR:
