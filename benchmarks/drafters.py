@@ -48,7 +48,7 @@ def drafters(model: LoadedModel, confidences: Seq[float]) -> dict[str, tuple[Cal
         PLAIN: (lambda: "none", 0),
         "ngram, K = 4": (NgramDrafter, 4),
         "ngram, K = 8": (NgramDrafter, 8),
-        "suffix, K = 4": (SuffixDrafter, 4),
+        "ngram, K = 8, not re-anchored": (partial(NgramDrafter, reanchor=False), 8),
         "suffix, K = 8": (SuffixDrafter, 8),
         "suffix, K = 8, asked again": (partial(same, again), 8),
     }
@@ -58,7 +58,7 @@ def drafters(model: LoadedModel, confidences: Seq[float]) -> dict[str, tuple[Cal
     made |= {f"mtp, K = {depth}": (lambda: "mtp", depth) for depth in (3, 6)}
     for least in confidences:
         sure = MTPDrafter(head, 1, min_confidence=least)
-        made |= {f"mtp, K = {depth}, sure of {least:g}": (partial(same, sure), depth) for depth in (3, 6)}
+        made[f"mtp, K = 6, sure of {least:g}"] = (partial(same, sure), 6)
     return made | {
         "mtp+ngram, K = 4": (lambda: "mtp+ngram", 4),
         "mtp+suffix, K = 4": (lambda: CombinedDrafter(SuffixDrafter(), both), 4),
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", nargs="+", choices=list(prompts), default=list(prompts))
     parser.add_argument("--only", nargs="+", default=[""], metavar="START", help="drafters whose names begin like this")
-    parser.add_argument("--confidence", type=float, nargs="+", default=[0.4], help="rows of MTP with this cut-off")
+    parser.add_argument("--confidence", type=float, nargs="+", default=[0.35], help="rows of MTP with this cut-off")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -11,17 +11,25 @@ import pytest
 import torch
 
 from benchmarks.demo import LIBRARY, PLAIN, Bench, Prompt, Round, Sample, make_row, read_prompts
+from benchmarks.edits import EDITS, passes
 from benchmarks.report import Demo, Row, Shape, load, page, save, speedup_model, table
 from benchmarks.shapes import SHAPES, draw
+from benchmarks.trees import best_trees, branches, kept_of, ranks_along, rows_of
 from surefoot.bench.lossless import NotLosslessError, check_windows
 from surefoot.bench.machine import Machine
 from surefoot.bench.measure import kept_shares
 from surefoot.bench.passes import EagerPasses
 from surefoot.bench.turns import BURST, Spread, median_ratio, take_turns
+from surefoot.drafters.mtp import MTPDrafter
+from surefoot.drafters.ngram import NgramDrafter
+from surefoot.drafters.none import NoDrafter
 from surefoot.engine.stats import Stats
 from surefoot.engine.target import DecoderTarget
-from surefoot.model import Decoder
+from surefoot.loading.tiny import tiny_config
+from surefoot.model import Decoder, MTPHead
+from surefoot.model.tensors import random_tensors
 from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
 from surefoot.types import Scores, Window
 
 MACHINE = Machine("python x", "cpu", 2, 1, {"torch": "2"}, [0.1, 1.0], 0.02)
@@ -174,3 +182,56 @@ def test_the_median_is_over_timed_calls(monkeypatch: pytest.MonkeyPatch) -> None
     times = iter([1.0, 2.0, 9.0, 3.0] * 2)
     monkeypatch.setattr("surefoot.bench.turns.timed", lambda *_: next(times))
     assert take_turns({"a": lambda: None}, 2)["a"] == Spread(1000 * statistics.median([1, 2, 9, 3]), 1000, 9000)
+
+
+RANKS = [(0, 0), (0, 1), (1, 0), (0, 0), (2, 2)]
+
+
+def test_the_best_tree_keeps_what_its_paths_say() -> None:
+    order = best_trees(RANKS, 4)
+    assert order[:2] == [(0,), (0, 0)]  # in 3 of 5 positions, and in 2
+    assert all(path[:-1] in order[:place] for place, path in enumerate(order) if len(path) > 1)
+    assert kept_of(order[:1], RANKS) == pytest.approx(3 / 5)
+    assert kept_of(order[:2], RANKS) == pytest.approx(5 / 5)
+    assert kept_of([(1,), (1, 0)], RANKS) == pytest.approx(2 / 5)
+    assert branches([(0,), (0, 0), (0, 0, 0)]) == 0
+    assert branches([(0,), (1,), (0, 0), (0, 1), (1, 0)]) == 2
+
+
+def test_a_chain_and_a_tree_of_one_node_are_the_same() -> None:
+    ms = {"verify 1": 10.0, "verify 2": 11.0, "verify 3": 12.0, "draft": 1.0, "copy": 1.0}
+    rows = rows_of(RANKS, ms, deepest=1)
+    assert rows[0] == ["1", "1.60", f"{16 / 12:.2f} x", "1.60", f"{16 / 12:.2f} x", "1", "0"]
+    assert rows[1][1:3] == ["", ""]  # a chain of two is deeper than what was ranked
+    assert len(rows) == 2  # as far as passes were timed
+
+
+@torch.inference_mode()
+def test_the_head_ranks_its_own_drafts_first() -> None:
+    config = tiny_config(vocab_size=20)
+    tensors = random_tensors(config, seed=3)
+    head = MTPHead(Decoder(config, tensors, max_len=64), tensors)
+    target = DecoderTarget(head.decoder, 1)
+    tokens = [3, 1, 4, 1, 5, 9]
+
+    def hidden_of(text: list[int]) -> torch.Tensor:
+        return torch.cat([h for _, h in target.prefill(0, text)])
+
+    drafter = MTPDrafter(head, slots=1)
+    sequence = Sequence(0, list(tokens), SamplingParams(), limit=60)
+    drafter.observe(sequence, 0, hidden_of(tokens[:-1]))
+    drafted = list(drafter.propose([sequence], [3])[0].tokens)
+    text = [*tokens, *drafted]
+    assert ranks_along(head, hidden_of(text[:-1]), text, len(tokens) - 2, 3) == [(0, 0, 0)]
+    other = [*tokens, (drafted[0] + 1) % 20, *drafted[1:]]
+    assert ranks_along(head, hidden_of(other[:-1]), other, len(tokens) - 2, 3)[0][0] > 0
+
+
+def test_passes_of_a_replayed_edit() -> None:
+    text = list(range(30))
+    assert passes(NoDrafter(), text, [7, 8, 9], 4) == 3
+    assert passes(NgramDrafter(), [*text, 99], text, 4) < 10
+    assert EDITS["unchanged"]("one two") == "one two"
+    assert EDITS["put in"]("word " * 12) == "word " * 11 + "river word "
+    assert EDITS["left out"]("word " * 12) == "word " * 11 + " "
+    assert EDITS["renamed"]("alpha beta alpha") == "renamed_ahpla beta renamed_ahpla"

@@ -116,12 +116,12 @@ class _Known:
     distance: int | None = None
 
     def behind_near_miss(self) -> Match | None:
-        """The place in the last copy's source behind what the last token replaced, if the `NEAR` tokens before it were
-        those of the source."""
+        """The place in the last copy's source behind the token that the last one stands for, if the `NEAR` tokens
+        before it were those of the source. (They differ: else an n-gram would have been found.)"""
         tokens = self.sequence.tokens
         if self.distance is None or (start := len(tokens) - self.distance) <= NEAR:
             return None
-        near = tokens[start - 1] != tokens[-1] and tokens[start - 1 - NEAR : start - 1] == tokens[-1 - NEAR : -1]
+        near = tokens[start - 1 - NEAR : start - 1] == tokens[-1 - NEAR : -1]
         return Match(AFTER_MISS, start) if near else None
 
 
