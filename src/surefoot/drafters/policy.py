@@ -20,7 +20,7 @@ MEMORY = 0.88  # what a judged draft counts once another has been judged: about 
 PRIOR = 2.0  # how many judged drafts a prior is worth at first; it is forgotten as they are
 GUARDED = 256  # tokens of a span over which a loss is bounded
 UNGUARDED = 64  # tokens at a request's beginning that no span has in it
-LOSS = 0.02  # of plain decoding's time over such a span that drafts may lose; what is left of 3 % is for our own work
+LOSS = 0.015  # of plain decoding's time over such a span that drafts may lose; what is left of 3 % is for our own work
 
 
 @dataclass(frozen=True)
