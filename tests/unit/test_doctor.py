@@ -350,7 +350,7 @@ class TestFiles:
         assert report.stored["BF16"].tensors == 282
 
     def test_sizes_that_cannot_be(self, copy: Path) -> None:
-        edit_json(copy / "config.json", head_dim=2**39, num_key_value_heads=4)
+        edit_json(copy / "config.json", head_dim=2**40, num_attention_heads=2**20, num_key_value_heads=2**20)
         report = look(copy)
         assert found(report, "sizes-impossible").severity == "note"
         assert found(report, "tensor-wrong").severity == "error"

@@ -120,7 +120,8 @@ def examine(
     name: str | None = None,
 ) -> Report:
     """Files and headers, then what their sizes mean on this machine, then the probe. What is wrong with the checkpoint
-    is in the findings; `stage` is told what takes time, `name` is the checkpoint's for the report. Raises InputError for a text without enough tokens."""
+    is in the findings; `stage` is told what takes time, `name` is the checkpoint's in the report. Raises InputError for
+    a text without enough tokens."""
     survey = take(folder)
     checks.check_tensors(survey)
     head = checks.check_mtp(survey)

@@ -69,12 +69,8 @@ def _sizes(c: ModelConfig) -> Iterator[tuple[str, str]]:
         "attention",
         (f"{c.num_heads} heads, {c.num_kv_heads} of keys and values, {c.head_dim} wide, {c.rotary_dim} rotated"),
     )
-    yield (
-        "DeltaNet",
-        (
-            f"{c.linear_value_heads} value heads of {c.linear_value_dim}, {c.linear_key_heads} key heads of {c.linear_key_dim}"
-        ),
-    )
+    heads = f"{c.linear_value_heads} value heads of {c.linear_value_dim}"
+    yield "DeltaNet", f"{heads}, {c.linear_key_heads} key heads of {c.linear_key_dim}"
     yield "head", "tied to the embedding" if c.tied else "of its own"
 
 
