@@ -217,6 +217,18 @@ class TestCalls:
         assert call["arguments"].encode()
         assert json.loads(call["arguments"])["y"] == "ü"
 
+    def test_schema_that_refers_to_itself_many_times(self) -> None:
+        """Each part is read once: thirty ways at every depth would never end."""
+        again: list[Any] = [{"$ref": "#/$defs/x"}] * 30
+        chain = {f"c{n}": {"$ref": f"#/$defs/c{n + 1}"} for n in range(3000)} | {"c3000": {"type": "integer"}}
+        properties = {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/$defs/c0"}}
+        schema = {"properties": properties, "$defs": {"x": {"anyOf": again, "type": "boolean"}, **chain}}
+        text = ("<tool_call>\n<function=f>\n<parameter=a>\ntrue\n</parameter>\n<parameter=b>\n3\n</parameter>\n"
+                "</function>\n</tool_call>")  # fmt: skip
+        (delta,) = parse(text, tools=True, schemas={"f": json.loads(json.dumps(schema))})
+        assert delta.tool is not None
+        assert json.loads(delta.tool.arguments) == {"a": True, "b": 3}
+
     @pytest.mark.parametrize("schema", [{}, {"properties": 3}, {"properties": {"a": {"type": 3, "anyOf": 4}}}])
     def test_odd_schemas(self, schema: dict[str, Any]) -> None:
         body = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"

@@ -25,6 +25,7 @@ from surefoot.drafters.none import NoDrafter
 from surefoot.errors import NumericalError
 from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.server.blocks import Blocks
+from surefoot.server.errors import ApiError, validation_error
 from surefoot.server.parsing import Delta, ToolPiece
 from surefoot.server.tokens import chat_logprobs
 from surefoot.types import Draft
@@ -398,6 +399,40 @@ def test_bad_request(live: Live, path: str, body: Any, status: int, words: str) 
     error = answer.json()["error"]
     assert words in error["message"]
     assert error["type"] == ("not_found_error" if path == "messages" and status == 404 else "invalid_request_error")
+
+
+MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [1] * MANY}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [1] * MANY}]}),
+        ("chat/completions", {"messages": MESSAGES, "tools": [1] * MANY}),
+        ("completions", {"prompt": [None] * MANY}),
+        ("completions", {"prompt": [[None]] * MANY}),
+        ("completions", {"prompt": "x", "logit_bias": {str(n): "a" for n in range(MANY)}}),
+        ("completions", {"prompt": "x", "structured_outputs": {str(n): 1 for n in range(MANY)}}),
+        ("completions", {str(n): 1 for n in range(MANY)}),
+        ("messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [1] * MANY}]}),
+        ("responses", {"input": [1] * MANY}),
+        ("responses", {"input": "x", "include": [1] * MANY}),
+    ],
+)  # fmt: skip
+def test_a_body_wrong_many_times(live: Live, path: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of its faults are collected: gathering all of them would hold up every other request."""
+    counts: list[int] = []
+
+    def counted(errors: Seq[Any]) -> ApiError:
+        counts.append(len(errors))
+        return validation_error(errors)
+
+    monkeypatch.setattr("surefoot.server.app.validation_error", counted)
+    answer = post(live, f"/v1/{path}", body)
+    assert answer.status_code == 400
+    assert "expected" in answer.json()["error"]["message"]
+    assert 1 <= counts[0] <= 300
 
 
 def test_paths_and_methods(live: Live) -> None:

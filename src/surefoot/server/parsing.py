@@ -316,24 +316,30 @@ def _types_of(value: Any) -> set[str]:
 def _types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """The types that a schema of arguments lets one of them have; none if it does not say."""
     properties = schema.get("properties")
-    return frozenset(_allowed(properties.get(key), schema, 0)) if isinstance(properties, Mapping) else frozenset()
+    return frozenset(_allowed(properties.get(key), schema)) if isinstance(properties, Mapping) else frozenset()
 
 
-def _allowed(part: object, root: Mapping[str, Any], depth: int) -> set[str]:
-    if not isinstance(part, Mapping) or depth > 16:  # references may go round in circles
-        return set()
-    named = part.get("type")
-    types = {name for name in (named, *_listed(named)) if isinstance(name, str)}
-    for further in (choice for word in ("anyOf", "oneOf", "allOf") for choice in _listed(part.get(word))):
-        types |= _allowed(further, root, depth + 1)
-    for value in (*_listed(part.get("enum")), *([part["const"]] if "const" in part else [])):
-        types |= {"string"} if isinstance(value, str) else _types_of(value)
-    reference = part.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
-        for step in reference[2:].split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        types |= _allowed(found, root, depth + 1)
+def _allowed(part: object, root: Mapping[str, Any]) -> set[str]:
+    """The types that a part of the schema names, itself or by parts and references: those are read once each, however
+    often they are met, as they may go round in circles."""
+    types: set[str] = set()
+    left, seen = [part], set[int]()
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        named = part.get("type")
+        types |= {name for name in (named, *_listed(named)) if isinstance(name, str)}
+        for value in (*_listed(part.get("enum")), *([part["const"]] if "const" in part else [])):
+            types |= {"string"} if isinstance(value, str) else _types_of(value)
+        left += [choice for word in ("anyOf", "oneOf", "allOf") for choice in _listed(part.get(word))]
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            found: Any = root
+            for step in reference[2:].split("/"):
+                found = found.get(step) if isinstance(found, Mapping) else None
+            left.append(found)
     return types
 
 

@@ -1,15 +1,19 @@
 """What requests may hold. Unknown fields are refused, so that none is dropped in silence; those in `Ignored` are known
-and mean nothing here."""
+and mean nothing here. The first thing that is wrong with a list is the only one that is looked for: a body may hold a
+million of them."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MOST_STOPS, MOST_WORDS = 64, 1024  # each is looked for at every token
 MOST_TOP = 20  # log-probabilities of a position, as OpenAI has it
+MOST_FIELDS = 256  # of an object; more than any has
+T = TypeVar("T")
 
 
 def _sendable(value: dict[str, Any]) -> dict[str, Any]:
@@ -18,6 +22,16 @@ def _sendable(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _first_wrong(value: object) -> object:
+    """A table of numbers, or the first of its entries that is none, for pydantic to refuse."""
+    if not isinstance(value, dict):
+        return value
+    wrong = (key for key, number in value.items() if isinstance(number, bool) or not isinstance(number, (int, float)))
+    return next(({key: value[key]} for key in wrong), value)
+
+
+Many = Annotated[list[T], Field(fail_fast=True)]
+Numbers = Annotated[dict[str, float], BeforeValidator(_first_wrong)]
 Object = Annotated[dict[str, Any], AfterValidator(_sendable)]
 Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -27,6 +41,12 @@ class Strict(BaseModel):
     """Values of the right type only, and no other fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: object) -> object:
+        """Of too many fields the first, of which some must be unknown."""
+        return dict(islice(value.items(), MOST_FIELDS)) if isinstance(value, dict) else value
 
 
 class Lenient(BaseModel):
@@ -56,7 +76,7 @@ class StructuredOutputs(Strict):
 
     json_: Object | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
 
 
@@ -89,11 +109,11 @@ class Shared(Drafting):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: Annotated[list[str], Field(max_length=MOST_WORDS)] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Numbers | None = None
+    bad_words: Annotated[Many[str], Field(max_length=MOST_WORDS)] | None = None
+    allowed_token_ids: Many[int] | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
@@ -105,7 +125,7 @@ class Sampling(Shared, Ignored):
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Annotated[Many[str], Field(max_length=MOST_STOPS)] | None = None
     prompt_logprobs: Top | None = None
 
 
@@ -149,9 +169,9 @@ class ChatMessage(Lenient):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Many[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -187,24 +207,24 @@ class ToolChoice(Lenient):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Many[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: Many[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Object | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
 
 class CompletionRequest(Sampling):
     """POST /v1/completions. A prompt is text or token ids, or a list of those."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Top | None = None
     echo: bool | None = None
     best_of: None = None
@@ -222,14 +242,14 @@ class Block(Lenient):
     name: str | None = None
     input: Object | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | Many[Block] | None = None
 
 
 class AnthropicMessage(Lenient):
     """One message of Anthropic's form."""
 
     role: Literal["user", "assistant"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
 
 class AnthropicTool(Lenient):
@@ -272,9 +292,9 @@ class CountRequest(Strict):
     """POST /v1/messages/count_tokens. The last fields mean nothing here."""
 
     model: str | None = None
-    messages: list[AnthropicMessage] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Many[AnthropicMessage] = Field(min_length=1)
+    system: str | Many[Block] | None = None
+    tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -291,7 +311,7 @@ class MessagesRequest(Shared, CountRequest):
 
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[Many[str], Field(max_length=MOST_STOPS)] | None = None
 
     diagnostics: Any = None
     inference_geo: str | None = None
@@ -304,11 +324,11 @@ class Item(Lenient):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[Part] | None = None
+    content: str | Many[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Many[Part] | None = None
 
 
 class TextFormat(Lenient):
@@ -350,17 +370,17 @@ class ResponsesRequest(Shared, Ignored):
     """POST /v1/responses. Nothing is kept between requests."""
 
     model: str | None = None
-    input: str | list[Item]
+    input: str | Many[Item]
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
-    tools: list[FlatTool] | None = None
+    tools: Many[FlatTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | FlatChoice | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: Top | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     reasoning: Reasoning | None = None
     previous_response_id: None = None
     conversation: None = None
