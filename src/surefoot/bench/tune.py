@@ -206,12 +206,12 @@ def draw(tuned: Tuned, path: Path) -> None:
         axes = figure.add_subplot(len(names), 1, place)
         axes.bar([c.name for c in cells], [c.to_plain for c in cells], color=[COLOURS[c.drafter] for c in cells])
         told = [c for c in cells if c.drafter != AUTO]
-        axes.plot([c.name for c in told], [c.foretold for c in told], "k_", markersize=22, label="foretold")
+        axes.plot([c.name for c in told], [c.foretold for c in told], "k_", markersize=22)
         axes.axhline(1, color=COLOURS["none"], linestyle=":")
         axes.set_ylabel("× plain")
         axes.set_title(kind, fontsize=9, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{tuned.model}, {tuned.device.split(' (')[0]}", fontsize=10)
+    figure.suptitle(f"{tuned.model}, {tuned.device.split(' (')[0]}; bars measured, marks foretold", fontsize=10)
     figure.tight_layout()
     save_picture(figure, path)
 
