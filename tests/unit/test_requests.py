@@ -16,7 +16,7 @@ from torch import Tensor
 
 from surefoot import Engine, SamplingParams, speculate
 from surefoot.drafters.ngram import NgramDrafter
-from surefoot.errors import InputError, NumericalError, TokenizerError
+from surefoot.errors import InputError, TokenizerError
 from surefoot.loading.tiny import byte_tokenizer, tiny_config, write_checkpoint
 from surefoot.loading.tokenizer import Tokenizer
 from surefoot.model.tensors import random_tensors
@@ -377,11 +377,28 @@ def test_a_processor_of_ones_own(engine: Engine) -> None:
     assert out.stats.accepted > 0
 
 
+def test_a_row_without_a_token_behind_a_draft_that_is_refused(engine: Engine) -> None:
+    """Plain decoding never comes there, so it is no error."""
+    dead: list[int] = []
+    script = [65 + n**3 // 7 % 2 for n in range(60)]  # what repeats does not go on alike
+
+    def told(tokens: Seq[int], logits: Tensor) -> Tensor:
+        row = torch.nn.functional.one_hot(torch.tensor(script[len(tokens)]), len(logits)) * 1.0
+        if len(tokens) > 1 and tokens[-1] != script[len(tokens) - 1]:
+            dead.append(len(tokens))
+            row.fill_(-torch.inf)
+        return row
+
+    out = engine.generate([1], SamplingParams(max_new_tokens=40, processors=(told,), ignore_eos=True))
+    assert out.token_ids == script[1:41]
+    assert dead
+
+
 def test_processors_that_fail(engine: Engine) -> None:
     def nothing(tokens: Seq[int], logits: Tensor) -> Tensor:
         return torch.full_like(logits, -torch.inf if len(tokens) == 3 else 0.0)
 
-    with pytest.raises(NumericalError, match=r"position 3: .* every token at -inf"):
+    with pytest.raises(InputError, match="parameters: expected them to leave a token at position 3, found none"):
         engine.generate([1], SamplingParams(processors=(nothing,), ignore_eos=True))
 
     def own_error(tokens: Seq[int], logits: Tensor) -> Tensor:

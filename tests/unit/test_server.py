@@ -24,6 +24,7 @@ from surefoot.cli.main import run
 from surefoot.drafters.none import NoDrafter
 from surefoot.errors import NumericalError
 from surefoot.sequence import Sequence, TokenLogprobs
+from surefoot.server.backend import Backend
 from surefoot.server.blocks import Blocks
 from surefoot.server.errors import ApiError, validation_error
 from surefoot.server.parsing import Delta, ToolPiece
@@ -386,6 +387,14 @@ def test_responses(client: openai.OpenAI) -> None:
         ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema"}}, 400, "json_schema"),
         ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, 400, "expected none of"),
         ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"self": 1}}, 400, "expected none of"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"add_generation_prompt": True}}, 400,
+         "expected none of"),
+        ("completions", {"prompt": "x", "allowed_token_ids": [0], "logit_bias": {"0": 1}, "stop_token_ids": [0],
+                         "min_tokens": 3}, 400, "parameters: expected them to leave a token at position 1"),
+        ("completions", {"prompt": "x", "structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [50]}, 400,
+         "parameters: expected them to leave a token"),
+        ("completions", {"prompt": "x", "structured_outputs": {"choice": ["yes"]}, "bad_words": ["y", "ye", "yes"]},
+         400, "parameters: expected them to leave a token"),
         ("completions", {"prompt": "x", "stop": ["x"] * 100}, 400, "stop: expected"),
         ("messages", {"messages": MESSAGES}, 400, "max_tokens: expected a value"),
         ("messages", {"messages": MESSAGES, "max_tokens": 5, "model": "claude"}, 404, "model: expected"),
@@ -399,6 +408,25 @@ def test_bad_request(live: Live, path: str, body: Any, status: int, words: str) 
     error = answer.json()["error"]
     assert words in error["message"]
     assert error["type"] == ("not_found_error" if path == "messages" and status == 404 else "invalid_request_error")
+
+
+def test_parameters_that_contradict_each_other_in_a_stream(live: Live) -> None:
+    body = {"prompt": "x", "allowed_token_ids": [0], "stop_token_ids": [0], "min_tokens": 3}
+    (error,) = [event["error"] for event in events(live, "/v1/completions", body)]
+    assert error["type"] == "invalid_request_error"
+    assert "parameters: expected them to leave a token" in error["message"]
+
+
+def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Backend, name: str | None) -> None:
+        raise RuntimeError("a fault")
+
+    with serving(engine(slots=1, max_len=64)) as live:
+        monkeypatch.setattr(Backend, "check_model", fail)
+        answer = post(live, "/v1/completions", {"prompt": "x"})
+        assert answer.status_code == 500
+        assert "a fault" in answer.json()["error"]["message"]
+        assert samples(live)['surefoot_http_answers_total{path="/v1/completions",status="500"}'] == 1
 
 
 MANY = 200_000

@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from surefoot import Engine
-from tests.reciter import TURNS, WEATHER, Reciter
+from surefoot.server.params import Reader, Tools
+from tests.reciter import TURNS, WEATHER, Reciter, reciting_tokenizer
 from tests.server import MODEL, Live, serving
 
 GREETING, PARIS_JSON = "Hello, wörld! 世界 <b>", '{"city": "Paris", "days": 3}'
@@ -234,6 +235,24 @@ def test_an_answer_that_is_begun_is_gone_on_with(client: openai.OpenAI, claude: 
     assert blocks(message) == [("text", " three four five")]
     with pytest.raises(openai.BadRequestError):
         ask(client, "count", extra_body={"continue_final_message": True})
+
+
+@pytest.mark.parametrize("begun", ["<", "|", "im", "end", "im_end", "assistant", ">\n", "<|im_end|>"])
+def test_what_is_gone_on_with_may_be_part_of_the_templates_end(begun: str) -> None:
+    reader = Reader(reciting_tokenizer(), 2048)
+    chat = [{"role": "user", "content": "count"}, {"role": "assistant", "content": begun}]
+    prompt, _ = reader.chat(chat, Tools([]), continues=True)
+    whole = reader.tokenizer.apply_chat([{"role": "user", "content": "count"}, {"role": "assistant", "content": "xyz"}],
+                                        add_generation_prompt=False)  # fmt: skip
+    text = whole.rpartition("xyz")[0] + begun.rstrip()
+    assert prompt == reader.encode(text, add_special_tokens=False)
+
+
+def test_which_stop_string_ended_it(client: openai.OpenAI) -> None:
+    """One that came before `min_tokens` does not count, and is not named."""
+    fields = {"min_tokens": 4, "chat_template_kwargs": {"enable_thinking": False}}
+    choice = ask(client, "count", stop=["n", "four"], extra_body=fields).choices[0]
+    assert (choice.message.content, choice.stop_reason) == ("one two three ", "four")
 
 
 def test_counts_tokens(claude: anthropic.Anthropic) -> None:

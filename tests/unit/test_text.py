@@ -102,6 +102,7 @@ def test_what_comes_before_min_new_tokens_does_not_count() -> None:
     text = OutputText(BYTES, ["ab"], min_new_tokens=3)
     assert text.push(BYTES.encode("abab")) == "ab"
     assert text.stopped
+    assert text.found == "ab"
     text = OutputText(BYTES, ["ab", "b"], min_new_tokens=3)
     assert text.push(BYTES.encode("abcb")) == "abc"
     text = OutputText(BYTES, ["b", "bcd"], min_new_tokens=3)  # "b" is old, "bcd" is not

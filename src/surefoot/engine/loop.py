@@ -6,13 +6,15 @@ step with a drafter that proposes nothing, so a comparison between the two compa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from surefoot.errors import InputError, shown
+from surefoot.errors import InputError, NumericalError, shown
 from surefoot.sampling import check_token_ids
 from surefoot.sequence import Sequence, TokenLogprobs
 from surefoot.types import Draft, Drafter, Kept, ReadsPrompts, ResumableTarget, Target, Verdict, Window
@@ -92,8 +94,7 @@ def step(
     for sequence, draft, scores in zip(batch, drafts, target.verify(windows), strict=True):
         position = len(sequence.tokens)
         try:
-            logits = ruled(sequence, scores.logits, draft.tokens)
-            verdict = verify(draft, logits, sequence.params, position)
+            verdict = _judged(sequence, draft, scores.logits, position)
         except Exception as error:
             failed(sequence, error)
             continue
@@ -106,6 +107,32 @@ def step(
             record = replace(record, logprobs=tuple(token_logprobs(row, token, count) for row, token in rows))
         records.append(record)
     return records
+
+
+def _judged(sequence: Sequence, draft: Draft, logits: Tensor, position: int) -> Verdict:
+    """The verdict on the draft by the model's logits [K + 1, V] and the sequence's rules.
+
+    Raises InputError where the rules leave no token of what the model gave, unless plain decoding would not come there:
+    such a row has a say only if the draft in front of it is kept. Raises what `verify` raises."""
+    rows = ruled(sequence, logits, draft.tokens)
+    try:
+        return verify(draft, rows, sequence.params, position)
+    except NumericalError:
+        empty = _excluded(rows) & ~_excluded(logits)
+        if not bool(empty.any()):
+            raise
+    verdict = verify(draft, rows.masked_fill(empty[:, None], 0.0), sequence.params, position)
+    reached = torch.nonzero(empty[: verdict.accepted + 1]).flatten().tolist()
+    if reached:
+        raise InputError(f"parameters: expected them to leave a token at position {position + reached[0]}, found none "
+                         "that all of them allow (allowed_token_ids, bad_words, logit_bias, min_tokens, "
+                         "structured output, processors)")  # fmt: skip
+    return verdict
+
+
+def _excluded(rows: Tensor) -> Tensor:
+    """Which rows of logits [n, V] hold -inf only, bool [n]."""
+    return (rows == -math.inf).all(dim=-1)
 
 
 def _forced(sequence: Sequence, depth: int, failed: Failed) -> tuple[int, ...]:

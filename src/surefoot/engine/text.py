@@ -14,8 +14,8 @@ class OutputText:
     All that `push` and one last `flush` return, put together, is the text of the tokens up to the first stop string, or
     all of it; in whatever pieces the tokens come. The first is the one that is complete first (of several complete at
     the same character, the longest). What may turn out to be the beginning of one is held back. One that is complete
-    before `min_new_tokens` tokens does not count. `stopped` says whether one was found; tokens behind the one that
-    completed it give nothing.
+    before `min_new_tokens` tokens does not count. `found` is the one that was found, and `stopped` says whether one was;
+    tokens behind the one that completed it give nothing.
     """
 
     def __init__(
@@ -26,7 +26,12 @@ class OutputText:
         self._least = min_new_tokens
         self._count = 0
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.found is not None
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
@@ -51,20 +56,20 @@ class OutputText:
         text = self._held + new
         found = self._find(text, len(self._held)) if self._count >= self._least else None
         if found is not None:
-            self.stopped, self._held = True, ""
-            return text[:found]
+            self.found, self._held = found[1], ""
+            return text[: found[0]]
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
-    def _find(self, text: str, old: int) -> int | None:
-        """Where the stop string begins that is complete first behind the first `old` characters."""
+    def _find(self, text: str, old: int) -> tuple[int, str] | None:
+        """Where the stop string begins that is complete first behind the first `old` characters, and which it is."""
         ends = []
         for stop in self._stop:
             start = text.find(stop, max(0, old - len(stop) + 1))
             if start >= 0:
-                ends.append((start + len(stop), start))
-        return min(ends)[1] if ends else None
+                ends.append((start + len(stop), start, stop))
+        return min(ends)[1:] if ends else None
 
 
 def _overlap(text: str, stop: str) -> int:

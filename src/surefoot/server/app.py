@@ -274,8 +274,7 @@ class Gate:
                 return  # what others make of the error
             if message["type"] == "http.response.start":
                 began = True
-                route = scope.get("route")
-                self._board.answered(getattr(route, "path", "other"), message["status"])
+                self._count(scope, message["status"])
             await send(message)
 
         try:
@@ -283,9 +282,16 @@ class Gate:
             await self._app(scope, counted, noted)
         except ApiError as error:
             refusal = error
+        except Exception:
+            if not began:  # it is answered further out
+                self._count(scope, 500)
+            raise
         if refusal is not None and not began:
             answer, refusal = refusal.response(path), None
             await answer(scope, receive, noted)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        self._board.answered(getattr(scope.get("route"), "path", "other"), status)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._keys and path.startswith(GUARDED) and not self._knows(headers):

@@ -114,9 +114,7 @@ class Choice:
 
     def _ended_by(self) -> str | int | None:
         if self._text.stopped:
-            text = self.tokenizer.decode(self.tokens)
-            ends = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self.params.stop if stop in text]
-            return min(ends)[2] if ends else None
+            return self._text.found
         if self.tokens and self.tokens[-1] in self.params.stop_token_ids:
             return self.tokens[-1]
         return None

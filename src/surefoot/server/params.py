@@ -28,7 +28,7 @@ from surefoot.server.schema import (
 )
 
 SHRINKS = 4  # at most so many characters of a text become one when the tokenizer normalises it
-TAKEN = frozenset({"self", "messages", "tools"})  # of what a chat template is given
+TAKEN = frozenset({"self", "messages", "tools", "add_generation_prompt"})  # of what a chat template is given
 JSON_OBJECT = StructuredOutput(json_schema={"type": "object"})
 
 
@@ -96,9 +96,7 @@ class Reader:
         given: dict[str, Any] = {**template, **({"tools": tools.all} if tools.all else {})}
         if tools.forced is not None:
             given["enable_thinking"] = False
-        text = self.tokenizer.apply_chat(messages, add_generation_prompt=not continues, **given)
-        if continues:
-            text = _up_to_last(text, messages)
+        text = self._up_to_last(messages, given) if continues else self.tokenizer.apply_chat(messages, **given)
         begun = "" if tools.forced is None else self._begun_call(tools.forced)
         if begun and text.rstrip().endswith(OPEN_THOUGHT):  # a template that opens thoughts whatever it is told
             text = f"{text.rstrip()}\n\n{CLOSE_THOUGHT}\n\n"
@@ -111,6 +109,17 @@ class Reader:
             return parser
 
         return self.encode(text, add_special_tokens=False), parser
+
+    def _up_to_last(self, messages: Seq[Mapping[str, Any]], given: Mapping[str, Any]) -> str:
+        """The text of a chat up to the end of its last message, which a mark behind it shows: the message's own text
+        may stand in other places, too, and be part of what the template ends it with."""
+        last, mark = str(messages[-1].get("content") or "").rstrip(), uuid.uuid4().hex
+        if messages[-1].get("role") == "assistant" and last:
+            marked = [*messages[:-1], {**messages[-1], "content": last + mark}]
+            text, found, _ = self.tokenizer.apply_chat(marked, add_generation_prompt=False, **given).partition(mark)
+            if found:
+                return text
+        raise InputError("messages: expected a last message of the assistant with a text to continue, found none")
 
     def _begun_call(self, name: str) -> str:
         """The beginning of a call in the form of the template; of any function, if the name is empty."""
@@ -162,15 +171,6 @@ def tools_of(tools: Seq[Mapping[str, Any]], choice: str | None, single: bool, na
 def thinking_by(effort: Effort | None) -> dict[str, Any]:
     """For the chat template."""
     return {} if effort is None else {"enable_thinking": effort != "none"}
-
-
-def _up_to_last(text: str, messages: Seq[Mapping[str, Any]]) -> str:
-    """The text of a chat up to the end of its last message."""
-    last = str(messages[-1].get("content") or "").rstrip()
-    place = text.rfind(last)
-    if messages[-1].get("role") != "assistant" or not last or place < 0:
-        raise InputError("messages: expected a last message of the assistant with a text to continue, found none")
-    return text[: place + len(last)]
 
 
 def to_template(messages: Seq[ChatMessage]) -> list[dict[str, Any]]:
