@@ -342,6 +342,23 @@ def test_a_body_that_does_not_come() -> None:
         assert post(live, CHAT, FORMS[CHAT]).status_code == 200
 
 
+def test_headers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request's and, behind an answer, the next one's; a request that is whole is not hurried."""
+    monkeypatch.setattr("surefoot.server.process.HEADERS_S", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serving(Engine.from_pretrained("surefoot-demo", drafter="none")) as live:
+        for first in (b"", whole):
+            with socket.create_connection(("127.0.0.1", live.port), timeout=30) as slow:
+                if first:
+                    slow.sendall(first)
+                    answer = b""
+                    while not answer.endswith(b"}"):
+                        answer += slow.recv(65536)
+                slow.sendall(whole[:20])
+                assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
+                assert slow.recv(65536) == b""
+
+
 def test_a_slow_answer_is_no_slow_body() -> None:
     with serving(Reciter(TURNS, delay=0.01).engine(), body_seconds=0.2) as live:
         for stream in (True, False):

@@ -7,12 +7,54 @@ import math
 import socket
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from surefoot.engine.service import Service
 
 FAREWELL_S = 5  # for answers whose requests have been cancelled to reach their clients
+HEADERS_S = 30.0  # for a request's headers to come
+LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class HeadersInTime(H11Protocol):
+    """HTTP/1.1 as uvicorn speaks it, but a connection whose next request does not get past its headers is closed:
+    uvicorn would wait for ever, and so would whoever needs a file descriptor."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait on while these bytes have not completed the headers."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._late is None:
+            self._late = self.loop.call_later(HEADERS_S, self._close)
+
+    def _stop(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(LATE)
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -22,7 +64,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, seconds: float | None = None, **settings: Any) -> None:
         patience = None if seconds is None else math.ceil(seconds) + FAREWELL_S
-        super().__init__(uvicorn.Config(app, access_log=False, timeout_graceful_shutdown=patience, **settings))
+        super().__init__(
+            uvicorn.Config(app, http=HeadersInTime, access_log=False, timeout_graceful_shutdown=patience, **settings)
+        )
         self._service: Service = app.state.service
         self._seconds = seconds
 
