@@ -376,7 +376,7 @@ def test_responses(client: openai.OpenAI) -> None:
         ("completions", {"prompt": "x", "\ud800": "\ud800"}, 400, "expected"),
         ("completions", {}, 400, "prompt: expected a value, found none"),
         ("completions", b"", 400, ""),
-        ("completions", b"{", 400, ""),
+        ("completions", b"{", 400, "body: expected JSON, found an error at character 1: "),
         ("completions", b"[" * 100_000, 400, ""),
         ("completions", b'{"prompt": "x", "n": ' + b"9" * 10_000 + b"}", 400, ""),
         ("completions", {"prompt": "x", "model": "gpt-4"}, 404, "model: expected 'surefoot-demo', found 'gpt-4'"),
@@ -395,7 +395,8 @@ def test_responses(client: openai.OpenAI) -> None:
          "parameters: expected them to leave a token"),
         ("completions", {"prompt": "x", "structured_outputs": {"choice": ["yes"]}, "bad_words": ["y", "ye", "yes"]},
          400, "parameters: expected them to leave a token"),
-        ("completions", {"prompt": "x", "stop": ["x"] * 100}, 400, "stop: expected"),
+        ("completions", {"prompt": "x", "stop": ["x"] * 65}, 400, "stop: expected at most 64 entries, found 65"),
+        ("completions", {"prompt": "x", "stop": ["x", 5]}, 400, "stop.1: expected a valid string, found 5"),
         ("messages", {"messages": MESSAGES}, 400, "max_tokens: expected a value"),
         ("messages", {"messages": MESSAGES, "max_tokens": 5, "model": "claude"}, 404, "model: expected"),
         ("responses", {"input": []}, 400, "input: expected at least one item"),
@@ -461,6 +462,40 @@ def test_a_body_wrong_many_times(live: Live, path: str, body: Any, monkeypatch: 
     assert answer.status_code == 400
     assert "expected" in answer.json()["error"]["message"]
     assert 1 <= counts[0] <= 300
+
+
+def test_content_type(live: Live) -> None:
+    for headers in ({"content-type": "application/x-www-form-urlencoded"}, {"content-type": ""}):
+        answer = post(live, "/v1/completions", {"prompt": "x"}, headers=headers)
+        assert answer.status_code == 400
+        assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_log_probabilities_of_streams(live: Live) -> None:
+    """A stream's are those of the whole, the prompts' among them, each choice's its own."""
+    body: dict[str, Any] = {"prompt": ["é∂ a", "import "], "n": 2, "max_tokens": 12, "temperature": 1.0, "seed": 3,
+                            "logit_bias": {str(token): 5 for token in range(128, 256)}, "ignore_eos": True,
+                            "logprobs": 1, "prompt_logprobs": 1}  # fmt: skip
+    for echo in (False, True):
+        asked = body | {"echo": echo}
+        wholes = complete(live, **asked)["choices"]
+        streamed: dict[int, dict[str, Any]] = {}
+        for event in events(live, "/v1/completions", asked):
+            for choice in event["choices"]:
+                known = streamed.setdefault(choice["index"], {"text": "", "logprobs": {}, "prompt_logprobs": []})
+                known["text"] += choice["text"]
+                known["prompt_logprobs"] += choice.get("prompt_logprobs", [])
+                for name, values in (choice["logprobs"] or {}).items():
+                    known["logprobs"].setdefault(name, []).extend(values)
+        for whole in wholes:
+            assert streamed[whole["index"]] == {name: whole[name] for name in ("text", "logprobs", "prompt_logprobs")}
+            offsets = whole["logprobs"]["text_offset"]
+            assert offsets == sorted(offsets)
+        assert wholes[0]["prompt_logprobs"] != wholes[2]["prompt_logprobs"]
+    chat = {"messages": MESSAGES, "max_tokens": 3, "prompt_logprobs": 1}
+    expected = post(live, "/v1/chat/completions", chat).json()["choices"][0]["prompt_logprobs"]
+    pieces = [event["choices"][0] for event in events(live, "/v1/chat/completions", chat)]
+    assert [piece["prompt_logprobs"] for piece in pieces if "prompt_logprobs" in piece] == [expected]
 
 
 def test_paths_and_methods(live: Live) -> None:

@@ -77,12 +77,20 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def validation_error(errors: Seq[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found wrong with a body."""
-    first = errors[0]
+    # Where a list was given, that no text was given says less than what is wrong with the list.
+    first = next((e for e in errors if e["type"] != "string_type" or not isinstance(e.get("input"), list)), errors[0])
     parts = [str(part) for part in first["loc"]]
     path = ".".join(part for part in parts if part not in WRAPPERS and "[" not in part) or "body"
     kind, text = first["type"], str(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
     if kind == "extra_forbidden":
         text = "no such field"
+    if kind == "json_invalid":
+        return ApiError(400, f"body: expected JSON, found an error at character {parts[-1]}: {first['ctx']['error']}")
+    if isinstance(first.get("input"), bytes):  # it was not read as JSON
+        return ApiError(400, "body: expected JSON with Content-Type: application/json, found another type or none")
+    if kind == "too_long":
+        most = f"at most {first['ctx']['max_length']} entries"
+        return ApiError(400, f"{path}: expected {most}, found {len(first['input'])}", param=path)
     if kind == "missing":
         return ApiError(400, f"{path}: expected a value, found none", param=path)
     return ApiError(400, f"{path}: expected {text}, found {shown(first.get('input'), 100)}", param=path)

@@ -54,9 +54,9 @@ class Form(ABC):
     def choice(self, choice: Choice, whole: Whole) -> dict[str, Any]:
         """A whole choice, but for how it ended."""
 
-    @abstractmethod
     def first(self, choice: Choice) -> dict[str, Any] | None:
-        """What a stream says of a choice in front of its text."""
+        """What a stream says of a choice before it has begun, if anything."""
+        return None
 
     @abstractmethod
     def piece(self, choice: Choice, update: Update) -> dict[str, Any] | None:
@@ -69,29 +69,33 @@ class Form(ABC):
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""
         choices = [
-            {"index": choice.index, **self.choice(choice, whole), **_ended(whole.updates[-1])}
+            {"index": choice.index, **self.choice(choice, whole), **self._prompt(choice), **_ended(whole.updates[-1])}
             for choice, whole in zip(self.run.choices, wholes, strict=True)
         ]
-        return self._frame(self.name) | {"choices": choices, "usage": usage(self.run)} | self._prompt()
+        return self._frame(self.name) | {"choices": choices, "usage": usage(self.run)}
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as events. An error behind the first token is the last event."""
         options = self.request.stream_options
         wants_usage = options is not None and options.include_usage
         frame = self._frame(self.stream_name) | ({"usage": None} if wants_usage else {})
+        begun = set[int]()
         try:
             for choice in self.run.choices:
                 if (said := self.first(choice)) is not None:
                     yield event(frame | {"choices": [{"index": choice.index, **said, **_open()}]})
             async with aclosing(self.run.updates()) as updates:
                 async for update in updates:
-                    said = self.piece(self.run.choices[update.index], update)
-                    if said is None and update.finish is None:
+                    choice = self.run.choices[update.index]
+                    said = self.piece(choice, update)
+                    prompt = {} if update.index in begun else self._prompt(choice)
+                    begun.add(update.index)
+                    if said is None and not prompt and update.finish is None:
                         continue
-                    body = {"index": update.index, **(said or self.empty()), **_ended(update)}
+                    body = {"index": update.index, **(said or self.empty()), **prompt, **_ended(update)}
                     yield event(frame | {"choices": [body], "surefoot": update.pieces})
             if wants_usage:
-                yield event(frame | {"choices": [], "usage": usage(self.run)} | self._prompt())
+                yield event(frame | {"choices": [], "usage": usage(self.run)})
         except Exception as error:
             yield event(as_api_error(error).body(self.run.path))
         yield DONE
@@ -100,11 +104,11 @@ class Form(ABC):
         """Log-probabilities of its prompt, once it has been read."""
         return choice.prompt_logprobs or []
 
-    def _prompt(self) -> dict[str, Any]:
+    def _prompt(self, choice: Choice) -> dict[str, Any]:
+        """What is said of a choice's prompt: in a stream once, where its answer begins."""
         if self.request.prompt_logprobs is None:
             return {}
-        first = self.run.choices[0]
-        return {"prompt_logprobs": tokens.prompt_logprobs(self.prompt_scores(first), self.tokenizer)}
+        return {"prompt_logprobs": tokens.prompt_logprobs(self.prompt_scores(choice), self.tokenizer)}
 
     def _frame(self, name: str) -> dict[str, Any]:
         return {"id": self.run.id, "object": name, "created": self.run.created, "model": self.run.model}
@@ -221,7 +225,7 @@ class Completion(Form):
 
     def __init__(self, backend: Backend, request: CompletionRequest, run: Run) -> None:
         super().__init__(backend, request, run)
-        self._offsets = [len(self._echo(choice)) for choice in run.choices]
+        self._offsets: dict[int, int] = {}  # where a choice's next token stands, of those that have begun
 
     @staticmethod
     def job(request: CompletionRequest, backend: Backend) -> Job:
@@ -247,17 +251,18 @@ class Completion(Form):
             "logprobs": self._logprobs(scores, 0, self._prompt_of(choice)[0]),
         }
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
-        """See `Form`."""
-        return {"text": self._echo(choice), "logprobs": None} if self.request.echo else None
-
     def piece(self, choice: Choice, update: Update) -> dict[str, Any] | None:
-        """See `Form`."""
-        if not update.text and not update.logprobs:
+        """See `Form`. The first piece has the prompt, if that is wanted, which has been read by then."""
+        text, entries = update.text, list[TokenLogprobs | None](update.logprobs or ())
+        if choice.index not in self._offsets:
+            text, entries = self._echo(choice) + text, [*self._echoed(choice), *entries]
+        offset = self._offsets.setdefault(choice.index, 0)
+        if not text and not entries:
             return None
-        offset = self._offsets[choice.index]
-        self._offsets[choice.index] += len(update.text)
-        return {"text": update.text, "logprobs": self._logprobs(update.logprobs or (), offset)}
+        scores = self._logprobs(entries, offset, self._prompt_of(choice)[0])
+        if scores is not None:
+            self._offsets[choice.index] = scores["text_offset"][-1] + len(scores["tokens"][-1])
+        return {"text": text, "logprobs": scores}
 
     def empty(self) -> dict[str, Any]:
         """See `Form`."""
