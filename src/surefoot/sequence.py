@@ -43,7 +43,9 @@ class Rules(Protocol):
 class TextWatch(Protocol):
     """The output as text, looking out for stop strings."""
 
-    stopped: bool
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
 
     def push(self, tokens: Iterable[int]) -> str:
         """The text that these tokens complete."""

@@ -363,7 +363,7 @@ def test_responses(client: openai.OpenAI) -> None:
         ("completions", {"prompt": "x", "stop": [""]}, 400, "stop[0]: expected"),
         ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias: expected token ids"),
         ("completions", {"prompt": "x", "n": 1000}, 400, "n: expected at most 128"),
-        ("completions", {"prompt": "x", "drafter": "best"}, 400, "drafter: expected"),
+        ("completions", {"prompt": "x", "drafter": "best"}, 400, "the engine's own, or 'none', 'ngram'"),
         ("completions", {"prompt": "x", "draft_length": 99}, 400, "draft_length: expected"),
         ("completions", {"prompt": "x", "structured_outputs": {}}, 400, "structured_outputs: expected one of"),
         ("completions", {"prompt": "x", "structured_outputs": {"regex": "("}}, 400, "structured_outputs: expected"),

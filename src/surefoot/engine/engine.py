@@ -348,9 +348,10 @@ class Engine:
         if name == "none":
             return NoDrafter()
         if self._drafters is None or name not in NAMES or name == "draft-model":
-            raise InputError(
-                f"drafter: expected {self.drafter.name!r}, the engine's own, or 'none', found {shown(name)}"
-            )
+            known = () if self._drafters is None else (other for other in NAMES if other != "draft-model")
+            names = ", ".join(map(repr, dict.fromkeys(("none", *known))))
+            raise InputError(f"drafter: expected {self.drafter.name!r}, the engine's own, or {names}, "
+                             f"found {shown(name)}")  # fmt: skip
         try:
             with torch.inference_mode():
                 return self._drafters(name)

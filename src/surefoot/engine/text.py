@@ -14,7 +14,7 @@ class OutputText:
     All that `push` and one last `flush` return, put together, is the text of the tokens up to the first stop string, or
     all of it; in whatever pieces the tokens come. The first is the one that is complete first (of several complete at
     the same character, the longest). What may turn out to be the beginning of one is held back. One that is complete
-    before `min_new_tokens` tokens does not count. `found` is the one that was found, and `stopped` says whether one was;
+    before `min_new_tokens` tokens does not count. `found` is the one that was, `stopped` says whether one was;
     tokens behind the one that completed it give nothing.
     """
 
