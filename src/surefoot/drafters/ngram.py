@@ -23,7 +23,7 @@ MatchRule = Literal["latest", "first"]
 
 AFTER_ONE = 3  # draft tokens that a match of a single token is good for: a quarter of them begin well (docs/ngram.md)
 NEAR = 4  # copied tokens after which a refused one is a near miss
-AFTER_MISS = 2  # matched tokens that the place behind a near miss is as good as: a third go on rightly (docs/notes.md)
+AFTER_MISS = 2  # matched tokens that the place behind a near miss is as good as: three in five go on rightly
 LONGEST = 32  # a match is measured up to this length; beyond it every match is equally good
 
 
