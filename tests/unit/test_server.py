@@ -493,7 +493,9 @@ def test_log_probabilities_of_streams(live: Live) -> None:
             assert offsets == sorted(offsets)
         assert wholes[0]["prompt_logprobs"] != wholes[2]["prompt_logprobs"]
     chat = {"messages": MESSAGES, "max_tokens": 3, "prompt_logprobs": 1}
-    expected = post(live, "/v1/chat/completions", chat).json()["choices"][0]["prompt_logprobs"]
+    whole = post(live, "/v1/chat/completions", chat).json()
+    expected = whole["choices"][0]["prompt_logprobs"]
+    assert whole["prompt_logprobs"] == expected
     pieces = [event["choices"][0] for event in events(live, "/v1/chat/completions", chat)]
     assert [piece["prompt_logprobs"] for piece in pieces if "prompt_logprobs" in piece] == [expected]
 

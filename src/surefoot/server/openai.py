@@ -150,6 +150,11 @@ class Chat(Form):
         )
         return Job((prompt,), sampling, parser=parser, **params.chosen_drafting(request))
 
+    def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
+        """The whole answer; what is said of the prompt, which all choices have in common, stands where vLLM's chats
+        have it, too."""
+        return super().answer(wholes) | self._prompt(self.run.choices[0])
+
     def choice(self, choice: Choice, whole: Whole) -> dict[str, Any]:
         """See `Form`."""
         said: dict[str, Any] = {"role": "assistant", **message(whole.deltas)}
