@@ -24,8 +24,9 @@ from surefoot.kernels.quantise import Quantised, dense_of
 from surefoot.loading.tiny import Style, tiny_config, write_checkpoint
 from surefoot.model import Decoder, DraftHead
 from surefoot.model.tensors import random_tensors
+from surefoot.prove.enumeration import Dice, every_verdict, exact_law
+from surefoot.prove.table import Row
 from surefoot.verify import draft_token
-from tests.fakes import Dice, Row, every_verdict, exact_law
 
 CONFIG = tiny_config(vocab_size=20, eos_token_ids=(19,))
 VOCAB = CONFIG.vocab_size
