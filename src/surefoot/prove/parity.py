@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -75,8 +77,8 @@ def _output(subject: Subject) -> Check:
     """Each greedy token of the engine is the reference's best, or as good as that."""
     name = "tokens of plain decoding"
     prompt = subject.prompts[0][-64:]
-    output = subject.plain().generate(prompt, GREEDY).token_ids if subject.settings.new_tokens > GREEDY.max_new_tokens \
-        else _short(subject, prompt)  # fmt: skip
+    params = replace(GREEDY, max_new_tokens=subject.settings.new_tokens)
+    output = subject.plain().generate(prompt, params).token_ids
     rows = subject.reference.logits(subject.reference.hidden([*prompt, *output[:-1]])[len(prompt) - 1 :])
     behind = (rows.amax(-1) - rows.gather(1, torch.tensor(output)[:, None])[:, 0]) / rows.std()
     best = int((behind == 0).sum())
@@ -84,12 +86,6 @@ def _output(subject: Subject) -> Check:
     return Check(name, worst <= 2 * subject.tolerance,
                  f"{best} of {len(output)} are the reference's best; the worst is {worst:.2g} of the standard deviation "
                  f"behind it, expected at most {2 * subject.tolerance:g}")  # fmt: skip
-
-
-def _short(subject: Subject, prompt: list[int]) -> list[int]:
-    from dataclasses import replace
-
-    return subject.plain().generate(prompt, replace(GREEDY, max_new_tokens=subject.settings.new_tokens)).token_ids
 
 
 def _head(subject: Subject, head: MTPHead, hidden: Tensor, tokens: list[int]) -> Check:

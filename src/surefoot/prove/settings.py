@@ -51,19 +51,20 @@ class Settings:
             raise InputError("prompts: expected texts, found an empty one")
 
     @property
-    def depths(self) -> range:
-        """Draft lengths to try."""
-        return range(1, 1 + (self.max_k or (3 if self.quick else 4)))
+    def depths(self) -> list[int]:
+        """Draft lengths to try, the longest last."""
+        longest = self.max_k or (3 if self.quick else 4)
+        return sorted({1, longest}) if self.quick else list(range(1, longest + 1))
 
     @property
     def new_tokens(self) -> int:
         """Of a prompt."""
-        return self.tokens or (24 if self.quick else 48)
+        return self.tokens or (16 if self.quick else 48)
 
     @property
     def sample_count(self) -> int:
         """Short continuations of each way to sample."""
-        return self.samples or (240 if self.quick else 600)
+        return self.samples or (200 if self.quick else 600)
 
     def drafters_of(self, with_head: bool) -> Seq[str]:
         """The drafters to prove. Raises InputError for one that was asked for and needs an MTP head that is not there."""

@@ -44,9 +44,10 @@ class Subject:
         """Largest difference from the reference that counts as rounding, as a share of the logits' standard deviation."""
         return 1e-3 if self.model.decoder.dtype == torch.float32 else 0.15
 
-    def engine(self, drafter: str, depth: int, slots: int = 1) -> Engine:
+    def engine(self, drafter: str, depth: int, slots: int = 1, prefix_cache_bytes: int = 0) -> Engine:
         """An engine over the model."""
-        return Engine.over(self.model, drafter=drafter, draft_length=depth, slots=slots)
+        return Engine.over(self.model, drafter=drafter, draft_length=depth, slots=slots,
+                           prefix_cache_bytes=prefix_cache_bytes)  # fmt: skip
 
     def plain(self, slots: int = 1) -> Engine:
         """One that decodes plainly."""
