@@ -14,7 +14,6 @@ from torch import Tensor
 
 from surefoot.cache import KVCache, RecurrentCache
 from surefoot.cache.hybrid import HybridCache
-from surefoot.drafters import mtp
 from surefoot.engine import loop
 from surefoot.engine.target import DecoderTarget
 from surefoot.kernels import gated_delta, norm
@@ -206,7 +205,9 @@ def one_uniform_for_draft_and_test(patch: Patch) -> None:
 
 def one_uniform_in_accept(patch: Patch) -> None:
     """Also the last draw's."""
-    wrapped(patch, acceptance, "_accept", lambda own, tokens, p, q, draws: own(tokens, p, q, draws[:1].expand_as(draws)))
+    wrapped(
+        patch, acceptance, "_accept", lambda own, tokens, p, q, draws: own(tokens, p, q, draws[:1].expand_as(draws))
+    )
 
 
 def one_uniform_in_philox(patch: Patch) -> None:

@@ -120,7 +120,9 @@ def _plain(subject: Subject, tokens: int, into: list[Plain]) -> Check:
         target.commit(0, 1)
     chosen = [int(row.argmax()) for row in plain.rows]
     into.append(plain)
-    return Check("plain decoding", chosen == plain.tokens, f"{tokens} tokens, its own rows' argmax: {chosen == plain.tokens}")
+    return Check(
+        "plain decoding", chosen == plain.tokens, f"{tokens} tokens, its own rows' argmax: {chosen == plain.tokens}"
+    )
 
 
 def _after(subject: Subject, name: str, plain: Plain, depth: int, right: int) -> Check:
@@ -145,7 +147,11 @@ def _after(subject: Subject, name: str, plain: Plain, depth: int, right: int) ->
         target.commit(0, 1)
     problems += [f"the other slot: {text}" for text in _differences(target, 1, beside)]
     tensors = len(plain.states[0])
-    return Check(name, not problems, "; ".join(problems) or f"{tensors} tensors equal after {emitted} tokens, and the next logits")
+    return Check(
+        name,
+        not problems,
+        "; ".join(problems) or f"{tensors} tensors equal after {emitted} tokens, and the next logits",
+    )
 
 
 def _differences(target: DecoderTarget, slot: int, expected: Seq[Tensor]) -> list[str]:
@@ -166,7 +172,9 @@ def _stale(subject: Subject, plain: Plain) -> Check:
     target, sequence = _start(subject, NoDrafter(), len(plain.tokens))
     target.verify([Window(0, (sequence.tokens[-1], *plain.tokens[:2]))])
     target.commit(0, 2)
-    return Check(name, bool(_differences(target, 0, plain.states[3])), "a commit of two tokens is told from one of three")
+    return Check(
+        name, bool(_differences(target, 0, plain.states[3])), "a commit of two tokens is told from one of three"
+    )
 
 
 def _mark(subject: Subject) -> Check:

@@ -96,7 +96,9 @@ def _accept_alone(seed: int) -> Check:
             output = (*draft[: verdict.accepted], verdict.token)
             output += tuple(dice.roll(row.tolist()) for row in p[len(output) :])
             law[output] += dice.chance
-    due = {(a, b, c): float(p[0, a] * p[1, b] * p[2, c]) for a in range(VOCAB) for b in range(VOCAB) for c in range(VOCAB)}
+    due = {
+        (a, b, c): float(p[0, a] * p[1, b] * p[2, c]) for a in range(VOCAB) for b in range(VOCAB) for c in range(VOCAB)
+    }
     apart = distance(law, due)
     return Check("accept() alone", apart < ROUNDING, f"distance {apart:.1e}, expected below {ROUNDING:g}")
 

@@ -18,6 +18,7 @@ from surefoot.types import Window
 
 WINDOWS = ((1, 1), (3, 3), (4, 2), (2, 1), (5, 4), (1, 1), (4, 1), (3, 2))  # (tokens read, tokens kept)
 MOST_TOKENS = 128
+CHUNK = 16
 
 
 def prove_parity(subject: Subject) -> Section:
@@ -32,8 +33,12 @@ def prove_parity(subject: Subject) -> Section:
         tokens = (tokens * (1 + 40 // len(tokens)))[: max(40, len(tokens))]
         hidden = subject.reference.hidden(tokens)
         expected = subject.reference.logits(hidden)
-        section.check("a prompt read at once", lambda: _prompt(subject, tokens, expected))
-        section.check("windows with refused drafts", lambda: _windows(subject, tokens, expected))
+        chunked = DecoderTarget(subject.model.decoder, 1, CHUNK)
+        whole = "a prompt read at once"
+        section.check(whole, lambda: _prompt(subject, whole, subject.model.target(1), tokens, expected))
+        pieces = f"a prompt read {CHUNK} tokens at a time"
+        section.check(pieces, lambda: _prompt(subject, pieces, chunked, tokens, expected))
+        section.check("windows with refused drafts", lambda: _windows(subject, chunked, tokens, expected))
         section.check("tokens of plain decoding", lambda: _output(subject))
         if subject.model.head is not None:
             head = subject.model.head
@@ -50,14 +55,13 @@ def _compared(subject: Subject, name: str, ours: Tensor, expected: Tensor) -> Ch
                  f"{subject.tolerance:g}")  # fmt: skip
 
 
-def _prompt(subject: Subject, tokens: list[int], expected: Tensor) -> Check:
-    return _compared(subject, "a prompt read at once", subject.model.target(1).score(tokens), expected)
+def _prompt(subject: Subject, name: str, target: DecoderTarget, tokens: list[int], expected: Tensor) -> Check:
+    return _compared(subject, name, target.score(tokens), expected)
 
 
-def _windows(subject: Subject, tokens: list[int], expected: Tensor) -> Check:
-    """Behind a short prompt, windows of several sizes, of which a part is kept, until the text ends."""
-    target: DecoderTarget = subject.model.target(1)
-    done = 5
+def _windows(subject: Subject, target: DecoderTarget, tokens: list[int], expected: Tensor) -> Check:
+    """Behind a prompt of two chunks, windows of several sizes, of which a part is kept, until the text ends."""
+    done = start = CHUNK + 3
     for _ in target.prefill(0, tokens[:done]):
         pass
     rows, turn = [], 0
@@ -70,7 +74,7 @@ def _windows(subject: Subject, tokens: list[int], expected: Tensor) -> Check:
         target.commit(0, keep)
         done, turn = done + keep, turn + 1
     target.release(0)
-    return _compared(subject, "windows with refused drafts", torch.cat(rows), expected[5:])
+    return _compared(subject, "windows with refused drafts", torch.cat(rows), expected[start:])
 
 
 def _output(subject: Subject) -> Check:

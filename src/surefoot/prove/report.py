@@ -39,7 +39,11 @@ class Section:
         try:
             self.checks.append(run())
         except Exception as error:
-            self.checks.append(Check(name, False, f"{type(error).__name__}: {' '.join(str(error).split()) or 'raised'}"))
+            self.failed(name, error)
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Add a check that could not be made."""
+        self.checks.append(Check(name, False, f"{type(error).__name__}: {' '.join(str(error).split()) or 'raised'}"))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,11 +29,18 @@ from surefoot.prove.subject import LONGEST_PROMPT, Subject
 from surefoot.prove.weights import stored_weights
 
 SPARE = 64  # positions beside prompt and output
+PARTS: dict[str, Callable[[Subject], Section]] = {
+    "identity": prove_identity,
+    "law": lambda subject: prove_law(subject.settings),
+    "samples": prove_samples,
+    "caches": prove_caches,
+    "parity": prove_parity,
+}
 
 
-def prove(settings: Settings, progress: Progress = lambda done, total: None) -> Report:
-    """Load the model and put it to all five. Raises InputError for what was asked, CheckpointError for the files; what
-    fails later is in the report."""
+def prove(settings: Settings, progress: Progress = lambda done, total: None, parts: Seq[str] = tuple(PARTS)) -> Report:
+    """Load the model and put it to all five, or some `parts` of the proof. Raises InputError for what was asked,
+    CheckpointError for the files; what fails later is in the report."""
     device, dtype = parse_device(settings.device), parse_dtype(settings.dtype)
     folder = find_model(settings.model)
     config = inspect(folder).config
@@ -44,18 +52,11 @@ def prove(settings: Settings, progress: Progress = lambda done, total: None) -> 
             progress=progress,
         )  # fmt: skip
         subject = Subject(settings, model, Reference(config, read))
-        parts: list[Callable[[], Section]] = [
-            lambda: prove_identity(subject),
-            lambda: prove_law(settings),
-            lambda: prove_samples(subject),
-            lambda: prove_caches(subject),
-            lambda: prove_parity(subject),
-        ]
         sections = []
         for done, part in enumerate(parts):
             progress(done, len(parts))
             start = time.perf_counter()
-            section = part()
+            section = PARTS[part](subject)
             section.seconds = time.perf_counter() - start
             sections.append(section)
     sections[-1].notes.append(source)

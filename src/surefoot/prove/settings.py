@@ -70,7 +70,9 @@ class Settings:
         """The drafters to prove. Raises InputError for one that was asked for and needs an MTP head that is not there."""
         missing = [name for name in self.drafters if name in NEED_HEAD and not with_head]
         if missing:
-            raise InputError(f"drafters: expected those that need no MTP head (the checkpoint has none), found {missing}")
+            raise InputError(
+                f"drafters: expected those that need no MTP head (the checkpoint has none), found {missing}"
+            )
         if self.drafters:
             return self.drafters
         return [name for name in BY_NAME if with_head or name not in NEED_HEAD]
