@@ -14,6 +14,7 @@ from torch import Tensor
 
 from surefoot.cache import KVCache, RecurrentCache
 from surefoot.cache.hybrid import HybridCache
+from surefoot.cli.main import run
 from surefoot.engine import loop
 from surefoot.engine.target import DecoderTarget
 from surefoot.kernels import gated_delta, norm
@@ -23,10 +24,11 @@ from surefoot.model import attention, block, decoder
 from surefoot.model import mtp as head
 from surefoot.model.tensors import random_tensors
 from surefoot.prove.report import Report
-from surefoot.prove.run import prove
+from surefoot.prove.run import PARTS, prove
 from surefoot.prove.settings import Settings
+from surefoot.sequence import Sequence
 from surefoot.types import Draft, Verdict
-from surefoot.verify import acceptance
+from surefoot.verify import Purpose, acceptance, process
 
 Patch = pytest.MonkeyPatch
 
@@ -39,8 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), config, tensors, tokenizer=byte_tokenizer())
 
 
-def report(model: Path, **more: Any) -> Report:
-    return prove(Settings(model=model, quick=True, tokens=8, samples=120, drafters=("ngram", "mtp"), **more))
+def report(model: Path, parts: Seq[str] = tuple(PARTS)) -> Report:
+    settings = Settings(model=model, quick=True, tokens=8, samples=120, drafters=("ngram", "mtp"))
+    return prove(settings, parts=parts)
 
 
 def wrapped(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -163,7 +166,7 @@ def swap_in_the_loop(patch: Patch) -> None:
     def swapped(own: Any, draft: Draft, logits: Tensor, params: Any, position: int) -> Verdict:
         if draft.probs is not None:
             rows = torch.cat([draft.probs.clamp(min=1e-30).log(), logits[-1:]])
-            draft = Draft(draft.tokens, acceptance.process(logits[:-1], params).softmax(-1), draft.source)
+            draft = Draft(draft.tokens, process(logits[:-1], params).softmax(-1), draft.source)
             logits = rows
         verdict: Verdict = own(draft, logits, params, position)
         return verdict
@@ -200,7 +203,7 @@ def one_uniform_for_all(patch: Patch) -> None:
 
 def one_uniform_for_draft_and_test(patch: Patch) -> None:
     wrapped(patch, acceptance, "uniforms", lambda own, seed, positions, purpose, start=0, device="cpu":
-            own(seed, positions, acceptance.Purpose.ACCEPT, 0, device))  # fmt: skip
+            own(seed, positions, Purpose.ACCEPT, 0, device))  # fmt: skip
 
 
 def one_uniform_in_accept(patch: Patch) -> None:
@@ -275,12 +278,16 @@ def write_one_late(patch: Patch) -> None:
 
 
 def read_one_less(patch: Patch) -> None:
-    wrapped(patch, attention, "attend_each", lambda own, query, keys, values, lengths:
-            own(query, keys, values, range(max(1, lengths.start - 1), max(1, lengths.start - 1) + len(lengths))))  # fmt: skip
+    def shorter(own: Any, query: Tensor, keys: Tensor, values: Tensor, lengths: range) -> list[Tensor]:
+        start = max(1, lengths.start - 1)
+        out: list[Tensor] = own(query, keys, values, range(start, start + len(lengths)))
+        return out
+
+    wrapped(patch, attention, "attend_each", shorter)
 
 
 def commit_in_the_loop(patch: Patch) -> None:
-    wrapped(patch, loop.Sequence, "extend", lambda own, self, tokens: max(1, own(self, tokens) - 1))
+    wrapped(patch, Sequence, "extend", lambda own, self, tokens: max(1, own(self, tokens) - 1))
 
 
 def restore_one_more(patch: Patch) -> None:
@@ -344,17 +351,24 @@ def gated_scale_plus_one(patch: Patch) -> None:
     wrapped(patch, GatedRMSNorm, "__init__", lambda own, self, scale, eps: own(self, scale + 1, eps))
 
 
-SABOTAGES = [
+STALE = [
     settle_one_fewer, settle_one_more, replay_one_fewer, never_settle_partly, keep_the_drafts, strip_one_behind,
     always_one_behind, commit_one_fewer, first_token_not_applied,
-    swap_in_the_test, swap_the_ratio_only, swap_the_residual, swap_in_the_loop, swap_in_accept,
+]  # fmt: skip
+SWAPPED = [swap_in_the_test, swap_the_ratio_only, swap_the_residual, swap_in_the_loop, swap_in_accept]
+SHARED = [
     one_uniform_a_window, one_uniform_for_all, one_uniform_for_draft_and_test, one_uniform_in_accept,
     one_uniform_in_philox, one_noise_a_window, one_noise_for_all,
+]  # fmt: skip
+ROLLED_BACK = [
     length_one_more, length_one_less, length_always_one_more, no_rollback, write_one_late, read_one_less,
     commit_in_the_loop, restore_one_more,
+]  # fmt: skip
+NORMS = [
     without_one, shifted_twice, scale_of_one, sum_for_mean, last_norm_without_one, block_norms_without_one,
     query_norm_without_one, head_norms_without_one, no_unit_length, gate_before_norm, gated_scale_plus_one,
 ]  # fmt: skip
+FIVE = [settle_one_fewer, swap_in_the_test, one_uniform_a_window, length_one_more, without_one]
 
 
 def test_the_intact_engine_passes(model: Path) -> None:
@@ -363,8 +377,34 @@ def test_the_intact_engine_passes(model: Path) -> None:
     assert [len(section.checks) > 3 for section in found.sections] == [True] * 5
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda s: s.__name__)
-def test_a_sabotaged_engine_fails(sabotage: Callable[[Patch], None], model: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("sabotage", FIVE, ids=lambda sabotage: sabotage.__name__)
+def test_the_command_fails(
+    sabotage: Callable[[Patch], None], model: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
     sabotage(monkeypatch)
-    found = report(model)
-    assert not found.passed
+    monkeypatch.setattr(sys, "argv", ["surefoot", "prove", "--model", str(model), "--quick", "-n", "8", "-d", "ngram"])
+    monkeypatch.setattr(Settings, "sample_count", 60)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert "FAILED" in out
+    assert "NOT LOSSLESS" in out
+    assert err.startswith("error: prove: expected every check to hold")
+
+
+@pytest.mark.parametrize("sabotage", [*STALE, *ROLLED_BACK, *NORMS], ids=lambda sabotage: sabotage.__name__)
+def test_broken_caches_and_layers_fail(sabotage: Callable[[Patch], None], model: Path, monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    assert report(model, ("caches", "parity")).failures
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [pytest.param(s, marks=[] if s in (swap_the_residual, one_noise_a_window) else pytest.mark.slow)
+     for s in (*SWAPPED, *SHARED)],
+    ids=lambda sabotage: sabotage.__name__,
+)  # fmt: skip
+def test_broken_chance_fails(sabotage: Callable[[Patch], None], model: Path, monkeypatch: Patch) -> None:
+    sabotage(monkeypatch)
+    assert report(model, ("law",)).failures

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import BenchOptions, ChatOptions, Options, ServeOptions, TuneOptions, takes
+from surefoot.cli.options import BenchOptions, ChatOptions, Options, ProveOptions, ServeOptions, TuneOptions, takes
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -106,6 +106,16 @@ def tune(options: TuneOptions) -> None:
         from surefoot.cli import tune as command
 
         command.run_tune(options)
+
+
+@app.command()
+@takes(ProveOptions)
+def prove(options: ProveOptions) -> None:
+    """Prove on this machine that drafting changes nothing: tokens, laws, caches, and the model itself by a textbook."""
+    with _one_line_errors():
+        from surefoot.cli import prove as command
+
+        command.run_prove(options)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Cache states: after accepting any number of drafts they are, bit for bit, those of plain decoding of the same text."""
+"""Cache states: after any number of accepted drafts they are, bit for bit, those of plain decoding of the same text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def state_of(target: DecoderTarget, slot: int) -> Iterator[Tensor]:
 
 
 class Partly:
-    """Drafts `depth` tokens of which the first `right` are those of `text` (the plain output), and the others are not."""
+    """Drafts tokens of which the first `right` are those of `text` (the plain output), and the others are not."""
 
     name = "partly right"
 

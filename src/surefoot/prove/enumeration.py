@@ -89,7 +89,7 @@ def every_verdict(dice: Dice, place: float = NEAR_END) -> Iterator[None]:
         uniforms.append(sum(chances[:index]) + chances[index] * place)
         return judge(tokens, p, q, torch.tensor([min(u, 1 - 2**-53) for u in uniforms], dtype=torch.float64))
 
-    acceptance._accept = judge_every_outcome
+    acceptance._accept = judge_every_outcome  # type: ignore[assignment]  # called by position
     try:
         yield
     finally:

@@ -24,8 +24,8 @@ def prove_identity(subject: Subject) -> Section:
     s = subject.settings
     section = Section(
         "token identity",
-        "Greedy, and sampled with one seed a prompt, every drafter at every draft length gives the very tokens of plain "
-        "decoding of each prompt alone.",
+        "Greedy, and sampled with one seed a prompt, every drafter at every draft length gives the very tokens of "
+        "plain decoding of each prompt alone.",
     )
     cases = {"greedy": [GREEDY] * len(subject.prompts),
              "sampled": [replace(SAMPLED, seed=s.seed + number) for number in range(len(subject.prompts))]}  # fmt: skip

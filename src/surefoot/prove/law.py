@@ -105,8 +105,8 @@ def _accept_alone(seed: int) -> Check:
 
 def _numbers(seed: int) -> Check:
     """Numbers for different positions, purposes and seeds are different, and look uniform."""
-    count = 2000
-    drawn = [draw(s, range(count), purpose) for draw in (philox.uniforms, acceptance.uniforms)
+    count, used = 2000, vars(acceptance)  # what verification imported
+    drawn = [draw(s, range(count), purpose) for draw in (philox.uniforms, used["uniforms"])
              for s in (seed, (seed + 1) % 2**64) for purpose in Purpose]  # fmt: skip
     if not all(torch.equal(a, b) for a, b in zip(drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :], strict=True)):
         return Check("random numbers", False, "verification draws others than surefoot.verify.philox gives")
@@ -114,7 +114,7 @@ def _numbers(seed: int) -> Check:
     distinct = len(numbers.unique())
     counts = Counter((numbers.flatten() * 16).long().tolist())
     even = goodness_of_fit(counts, dict.fromkeys(range(16), 1 / 16))
-    noise = torch.cat([draw(seed, range(100), 40) for draw in (philox.gumbel, acceptance.gumbel)])
+    noise = torch.cat([draw(seed, range(100), 40) for draw in (philox.gumbel, used["gumbel"])])
     rows = len(noise.unique(dim=0))
     mean = abs(noise.mean().item() - 0.5772)
     passed = distinct == numbers.numel() and even > 1e-6 and rows == 100 and mean < 0.2

@@ -88,8 +88,8 @@ def _output(subject: Subject) -> Check:
     best = int((behind == 0).sum())
     worst = behind.max().item()
     return Check(name, worst <= 2 * subject.tolerance,
-                 f"{best} of {len(output)} are the reference's best; the worst is {worst:.2g} of the standard deviation "
-                 f"behind it, expected at most {2 * subject.tolerance:g}")  # fmt: skip
+                 f"{best} of {len(output)} are the reference's best; the worst is {worst:.2g} of the standard "
+                 f"deviation behind it, expected at most {2 * subject.tolerance:g}")  # fmt: skip
 
 
 def _head(subject: Subject, head: MTPHead, hidden: Tensor, tokens: list[int]) -> Check:

@@ -2,7 +2,8 @@
 
 Weights are read from the files themselves as Hugging Face stores them: in all norms but the DeltaNet's w stands for a
 scale of 1 + w. Sources: the published Qwen3.5 configuration and its implementation in `transformers` (RMSNorm, gated
-attention with partial RoPE, Gated DeltaNet of Yang et al. 2024, arXiv 2412.06464); docs/how-it-works.md for the MTP head.
+attention with partial RoPE, Gated DeltaNet of Yang et al. 2024, arXiv 2412.06464); docs/how-it-works.md for the MTP
+head.
 """
 
 from __future__ import annotations

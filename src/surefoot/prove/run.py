@@ -61,8 +61,8 @@ def prove(settings: Settings, progress: Progress = lambda done, total: None, par
             sections.append(section)
     sections[-1].notes.append(source)
     shown = asdict(settings) | {
-        "model": None, "prompts": len(subject.prompts), "drafters": list(subject.drafters), "max_k": settings.depths[-1],
-        "tokens": settings.new_tokens, "samples": settings.sample_count,
+        "model": None, "prompts": len(subject.prompts), "drafters": list(subject.drafters),
+        "max_k": settings.depths[-1], "tokens": settings.new_tokens, "samples": settings.sample_count,
     }  # fmt: skip
     name = Path(settings.model).name
     return Report(

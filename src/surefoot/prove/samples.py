@@ -42,8 +42,8 @@ def prove_samples(subject: Subject) -> Section:
     s = subject.settings
     section = Section(
         "two samples",
-        f"{s.sample_count} continuations of {LENGTH} tokens by each drafter, sampled by the p/q rule, cannot be told from "
-        "as many of plain decoding with other seeds, and those of another temperature can.",
+        f"{s.sample_count} continuations of {LENGTH} tokens by each drafter, sampled by the p/q rule, cannot be told "
+        "from as many of plain decoding with other seeds, and those of another temperature can.",
     )
     drafters = [name for name in subject.drafters if name != "auto" and not (s.quick and "+" in name)]
     ways = {"plain, coupled": Way("none", 0, replace(PARAMS, acceptance="coupled"))}
@@ -63,8 +63,8 @@ def prove_samples(subject: Subject) -> Section:
         drafted = f"; {one.kept} of {one.proposed} draft tokens kept" if ways[name].depth else ""
         section.checks.append(Check(name, not told, f"p = {chance:.2g}: {'' if told else 'not '}told apart{drafted}"))
     section.check("control: another temperature", lambda: _control(subject, drawn["plain"], len(ways)))
-    section.notes.append(f"p-values of {len(names)} comparisons, judged together by Holm's method at level {s.level:g}, "
-                         f"the control at {s.level:g} / {len(ways)}")  # fmt: skip
+    section.notes.append(f"p-values of {len(names)} comparisons, judged together by Holm's method at level {s.level:g}, the "
+                         f"control at {s.level:g} / {len(ways)}")  # fmt: skip
     return section
 
 

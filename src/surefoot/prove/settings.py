@@ -18,8 +18,9 @@ BY_NAME = tuple(name for name in NAMES if name not in ("none", "draft-model"))  
 
 @dataclass(frozen=True)
 class Settings:
-    """`prompts` are texts (None: built-in ones), `drafters` names (none: all that the checkpoint supports), `tokens` new
-    ones of a prompt, `samples` short continuations of each way to sample. `quick` proves less in less time.
+    """`prompts` are texts (None: built-in ones), `drafters` names (none: all that the checkpoint supports), `tokens`
+    new ones of a prompt, `samples` short continuations of each way to sample; `level`: the chance with which a section
+    of tests may fail on an engine without fault. `quick` proves less in less time.
 
     Raises InputError for a value out of range.
     """
@@ -67,7 +68,7 @@ class Settings:
         return self.samples or (200 if self.quick else 600)
 
     def drafters_of(self, with_head: bool) -> Seq[str]:
-        """The drafters to prove. Raises InputError for one that was asked for and needs an MTP head that is not there."""
+        """The drafters to prove. Raises InputError for one that needs an MTP head that is not there."""
         missing = [name for name in self.drafters if name in NEED_HEAD and not with_head]
         if missing:
             raise InputError(

@@ -59,4 +59,4 @@ def _survival(value: float, degrees: int) -> float:
     if degrees < 1:
         return 1.0
     halves = torch.tensor([degrees / 2, value / 2], dtype=torch.float64)
-    return torch.special.gammaincc(halves[0], halves[1]).item()
+    return float(torch.special.gammaincc(halves[0], halves[1]))

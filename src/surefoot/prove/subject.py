@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference from the reference that counts as rounding, as a share of the logits' standard deviation."""
+        """Largest difference from the reference that counts as rounding, as a share of the logits' spread."""
         return 1e-3 if self.model.decoder.dtype == torch.float32 else 0.15
 
     def engine(self, drafter: str, depth: int, slots: int = 1, prefix_cache_bytes: int = 0) -> Engine:
