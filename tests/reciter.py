@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from surefoot.engine import Engine
 from surefoot.loading.tiny import byte_tokenizer
 from surefoot.loading.tokenizer import Tokenizer
-from tests.fakes import Sometimes, TableTarget
+from surefoot.prove.table import Sometimes, TableTarget
 
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 PARIS = (

@@ -11,11 +11,11 @@ from torch import Tensor
 from surefoot.cache.prefix import Node, PrefixCache
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine.runner import HostRunner, Ways, drain
+from surefoot.prove.table import Row, Scripted, TableTarget, hashed_rows
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Kept, Scores, Window
 from surefoot.verify import choose
-from tests.fakes import Row, Scripted, TableTarget, hashed_rows
 
 VOCAB = 5
 POISON = 4  # a prompt that ends with it gives NaN after the third token of its output

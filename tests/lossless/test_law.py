@@ -25,17 +25,11 @@ from surefoot.drafters import mtp
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import loop
 from surefoot.errors import InputError, NumericalError
-from surefoot.sampling import SamplingParams
-from surefoot.sequence import Sequence
-from surefoot.types import Draft, Drafter
-from surefoot.verify import Rules, acceptance, probabilities
-from surefoot.verify.rules import Thinking
-from tests.fakes import (
+from surefoot.prove.enumeration import Dice, EveryOutcome, Law, distance, every_verdict, exact_law, loop_law
+from surefoot.prove.statistics import goodness_of_fit
+from surefoot.prove.table import (
     Argmax,
-    Dice,
     Liar,
-    ListGrammar,
-    Ragged,
     Right,
     Row,
     Sampled,
@@ -45,10 +39,14 @@ from tests.fakes import (
     Wrong,
     decode,
     decode_batch,
-    every_verdict,
-    exact_law,
     hashed_rows,
 )
+from surefoot.sampling import SamplingParams
+from surefoot.sequence import Sequence
+from surefoot.types import Draft, Drafter
+from surefoot.verify import Rules, acceptance, probabilities
+from surefoot.verify.rules import Thinking
+from tests.fakes import ListGrammar, Ragged
 
 PROMPT = (1, 2, 0, 1)
 DRAFTERS: dict[str, Callable[[Row, Row], Drafter]] = {
@@ -74,37 +72,18 @@ def plain(row: Row, vocab_size: int, params: SamplingParams, stop: tuple[int, ..
 # ---------------------------------------------------------------- the exact law of the p/q rule
 
 
-class EveryOutcome(Scripted):
-    """Wraps a drafter: each token of positive draft probability is drafted in turn."""
-
-    def __init__(self, dice: Dice, inner: Scripted) -> None:
-        super().__init__()
-        self.dice, self.inner = dice, inner
-
-    def token(self, sequence: Sequence, prefix: tuple[int, ...]) -> tuple[int, Tensor | None]:
-        token, claimed = self.inner.token(sequence, prefix)
-        if claimed is None:
-            return token, None
-        assert isinstance(self.inner, Right)
-        drawn_from = probabilities(self.inner.ruled(sequence, prefix), sequence.params)[0]
-        return self.dice.roll(drawn_from.tolist()), claimed
-
-
 def step_law(
-    row: Row, drafter: Scripted, params: SamplingParams, depth: int, length: int, stop: Seq[int] = (), **rules: Any
-) -> dict[Any, float]:
-    """The exact law of the first `length` tokens that the loop puts out."""
-    dice, law = Dice(), defaultdict[tuple[int, ...], float](float)
-    with every_verdict(dice):
-        for _ in dice.outcomes():
-            run = decode(TableTarget(row, 3), EveryOutcome(dice, drafter), params, depth, PROMPT, stop, **rules)
-            law[tuple(run.output[:length])] += dice.chance
+    drafter: Scripted,
+    params: SamplingParams,
+    depth: int,
+    stop: Seq[int] = (),
+    every: Callable[[Dice, Scripted], Scripted] = EveryOutcome,
+    **rules: Any,
+) -> Law:
+    """The exact law of the first three tokens that the loop puts out."""
+    law = loop_law(TARGET, drafter, params, depth, PROMPT, stop, every, **rules)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-6)
     return law
-
-
-def distance(one: dict[Any, float], other: dict[Any, float]) -> float:
-    return sum(abs(one.get(x, 0.0) - other.get(x, 0.0)) for x in {*one, *other}) / 2
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -126,7 +105,7 @@ def params_of(setting: dict[str, Any], **more: Any) -> SamplingParams:
 def test_exact_law_of_the_loop(drafter: Scripted, depth: int, setting: dict[str, Any]) -> None:
     """cases.md 8, 9, 10, 13: three tokens over one, two or three steps, every outcome."""
     params = params_of(setting)
-    law = step_law(TARGET, drafter, params, depth, 3)
+    law = step_law(drafter, params, depth)
     assert distance(law, exact_law(TARGET, params, PROMPT, 3)) < 1e-5
 
 
@@ -168,7 +147,7 @@ class Unruled(Argmax):
 def test_exact_law_under_rules(drafter: Scripted, depth: int, setting: dict[str, Any], rules: dict[str, Any]) -> None:
     """cases.md 7, 8, 13, 14, 33: each position sees the drafts before it, in p and in q."""
     params = params_of(setting)
-    law = step_law(TARGET, drafter, params, depth, 3, **rules)
+    law = step_law(drafter, params, depth, **rules)
     expected = exact_law(TARGET, params, PROMPT, 3, **rules)
     assert len(expected) > 1
     assert distance(law, expected) < 1e-5
@@ -186,7 +165,7 @@ def test_control_rules_that_ignore_earlier_drafts_are_noticed(
         return torch.cat([own(self, row[None], history, ()) for row in logits])
 
     monkeypatch.setattr(Rules, "rows", blind)
-    law = step_law(TARGET, Argmax(OTHER), params, 2, 3, **rules)
+    law = step_law(Argmax(OTHER), params, 2, **rules)
     assert distance(law, expected) > 0.02
 
 
@@ -202,19 +181,19 @@ def test_control_a_drawn_draft_that_a_grammar_cuts_is_noticed(monkeypatch: pytes
         return own(sequence, Draft(draft.tokens[:count], probs), forced, failed)
 
     monkeypatch.setattr(loop, "_by_grammar", cut)
-    law = step_law(TARGET, Unruled(OTHER), params, 2, 3, **rules)
+    law = step_law(Unruled(OTHER), params, 2, **rules)
     assert distance(law, exact_law(TARGET, params, PROMPT, 3, **rules)) > 0.02
 
 
 def test_exact_law_without_a_drafter() -> None:
     params = params_of({})
-    assert distance(step_law(TARGET, Sampled(OTHER), params, 0, 3), exact_law(TARGET, params, PROMPT, 3)) < 1e-5
+    assert distance(step_law(Sampled(OTHER), params, 0), exact_law(TARGET, params, PROMPT, 3)) < 1e-5
 
 
 def test_control_a_drafter_that_lies_about_q_is_noticed() -> None:
     """cases.md 8: draws from one distribution, hands over another."""
     params = params_of({})
-    law = step_law(TARGET, Liar(OTHER, lie=TARGET), params, 2, 3)
+    law = step_law(Liar(OTHER, lie=TARGET), params, 2)
     assert distance(law, exact_law(TARGET, params, PROMPT, 3)) > 0.02
 
 
@@ -230,9 +209,7 @@ def test_control_softmax_q_for_an_argmax_draft_is_noticed() -> None:
             return self.inner.token(sequence, prefix)
 
     params = params_of({})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "EveryOutcome", Certain)
-        law = step_law(TARGET, SoftArgmax(OTHER), params, 1, 3)
+    law = step_law(SoftArgmax(OTHER), params, 1, every=Certain)
     assert distance(law, exact_law(TARGET, params, PROMPT, 3)) > 0.02
 
 
@@ -301,15 +278,6 @@ def test_control_a_chain_that_drops_what_it_drew_is_noticed(monkeypatch: pytest.
 # ---------------------------------------------------------------- laws with the engine's own randomness
 
 
-def chi_square_excess(counts: dict[Any, int], law: dict[Any, float], tests: int) -> float:
-    """Chi-square minus the bound that `tests` honest tests together pass with probability above 1 - 1e-6."""
-    total, cells = sum(counts.values()), [x for x, chance in law.items() if chance > 0]
-    assert set(counts) <= set(cells)
-    value = sum((counts.get(x, 0) - total * law[x]) ** 2 / (total * law[x]) for x in cells)
-    x = math.log(tests / 1e-6)
-    return value - (len(cells) - 1 + 2 * math.sqrt((len(cells) - 1) * x) + 2 * x)
-
-
 def sampled_law(drafter: Drafter, acceptance_rule: str, seeds: int, depth: int = 2) -> dict[Any, int]:
     counts: dict[Any, int] = defaultdict(int)
     for seed in range(seeds):
@@ -322,7 +290,7 @@ def sampled_law(drafter: Drafter, acceptance_rule: str, seeds: int, depth: int =
 def test_law_over_many_seeds(rule: str) -> None:
     """cases.md 11, 18: seeds 0, 1, 2, ... are independent, and so are a seed's own draws."""
     law = exact_law(TARGET, params_of({}), PROMPT, 2)
-    assert chi_square_excess(sampled_law(Sampled(OTHER), rule, 1200), law, tests=2) < 0
+    assert goodness_of_fit(sampled_law(Sampled(OTHER), rule, 1200), law) > 1e-6
 
 
 @pytest.mark.parametrize("kind", ["liar", "keyed alike"])
@@ -336,7 +304,7 @@ def test_control_many_seeds_notice(kind: str, monkeypatch: pytest.MonkeyPatch) -
             return own(seed, positions, verify.Purpose.ACCEPT, 0, device)
 
         monkeypatch.setattr(acceptance, "uniforms", alike)
-    assert chi_square_excess(sampled_law(drafter, "rejection", 1200), law, tests=2) > 0
+    assert goodness_of_fit(sampled_law(drafter, "rejection", 1200), law) < 1e-6
 
 
 # ---------------------------------------------------------------- token by token

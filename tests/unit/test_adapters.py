@@ -20,9 +20,9 @@ from surefoot.adapters import CallableTarget, InexactWarning, TransformersTarget
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.errors import InputError, NumericalError
+from surefoot.prove.table import Row, Sometimes, TableTarget, Wrong, hashed_rows
 from surefoot.sampling import Acceptance, SamplingParams
 from surefoot.types import Window
-from tests.fakes import Row, Sometimes, TableTarget, Wrong, hashed_rows
 
 V = 7
 

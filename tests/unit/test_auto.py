@@ -23,10 +23,8 @@ from surefoot.engine.profile import load_profile, profile_file, save_profile
 from surefoot.errors import InputError
 from surefoot.loading.tiny import tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
-from surefoot.sequence import Sequence
-from surefoot.types import Drafter
-from tests.fakes import (
-    Dice,
+from surefoot.prove.enumeration import Dice, every_verdict, exact_law
+from surefoot.prove.table import (
     Right,
     Row,
     Run,
@@ -36,10 +34,10 @@ from tests.fakes import (
     Wrong,
     decode,
     decode_batch,
-    every_verdict,
-    exact_law,
     hashed_rows,
 )
+from surefoot.sequence import Sequence
+from surefoot.types import Drafter
 
 V = 6
 ROW = hashed_rows(V, salt=4)

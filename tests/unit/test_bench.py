@@ -33,9 +33,10 @@ from surefoot.errors import InputError
 from surefoot.loading.shapes import SHAPES
 from surefoot.loading.tiny import byte_tokenizer, tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
+from surefoot.prove.table import TableTarget, hashed_rows
 from surefoot.sampling import SamplingParams
 from surefoot.types import Scores, Window
-from tests.fakes import TableTarget, hashed_rows, keep_drafts_unseen
+from tests.fakes import keep_drafts_unseen
 
 CONFIG = tiny_config(layer_types=("linear_attention", "full_attention"))
 SMALL = ("--context", 9, "--tokens", 6, "--rounds", 2, "--prompts", 2, "--depths", "1,2", "--dtype", "float32")

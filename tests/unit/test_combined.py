@@ -9,10 +9,10 @@ from surefoot.drafters.combined import CombinedDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.errors import InputError
+from surefoot.prove.table import Right, TableTarget, decode, hashed_rows
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
-from tests.fakes import Right, TableTarget, decode, hashed_rows
 
 
 class Recorder:

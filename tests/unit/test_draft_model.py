@@ -12,11 +12,11 @@ from surefoot.drafters.draft_model import CATCH_UP, DraftModelDrafter
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.errors import InputError
+from surefoot.prove.table import Row, TableTarget, decode, decode_batch, hashed_rows
 from surefoot.sampling import Acceptance, SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft
 from surefoot.verify import choose, probabilities
-from tests.fakes import Row, TableTarget, decode, decode_batch, hashed_rows
 
 V = 6
 

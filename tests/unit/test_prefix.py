@@ -26,9 +26,9 @@ from surefoot.engine.target import DecoderTarget
 from surefoot.errors import InputError
 from surefoot.loading.tiny import tiny_config, write_checkpoint
 from surefoot.model.tensors import random_tensors
+from surefoot.prove.table import Right
 from surefoot.sequence import Sequence
 from surefoot.types import Kept
-from tests.fakes import Right
 from tests.serving import ROW, ChunkedTarget, Laned, check_memory, nodes_of, sequence_of, solo
 
 CHUNK = 3

@@ -18,10 +18,11 @@ from surefoot.drafters.none import NoDrafter
 from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Ended, Event, HostRunner, SplitRunner, Started, Ways, drain
 from surefoot.errors import InputError, NumericalError
+from surefoot.prove.table import TableTarget
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter
-from tests.fakes import Ragged, TableTarget
+from tests.fakes import Ragged
 from tests.serving import POISON, ROW, VOCAB, ChunkedTarget, Laned, Moody, check_memory, sequence_of, solo
 
 SLOTS, CHUNK, BUDGET = 3, 3, 4

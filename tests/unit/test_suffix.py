@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from surefoot.drafters.none import NoDrafter
 from surefoot.drafters.suffix import COUNTED, LONGEST, ROOT, SEGMENTS, SuffixAutomaton, SuffixDrafter
 from surefoot.errors import InputError
+from surefoot.prove.table import TableTarget, decode, decode_batch, hashed_rows
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
-from tests.fakes import TableTarget, decode, decode_batch, hashed_rows
 
 TEXT = st.lists(st.integers(0, 2), max_size=40)
 

@@ -11,9 +11,9 @@ from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import Engine, Generation
 from surefoot.errors import InputError
+from surefoot.prove.table import TableTarget, hashed_rows
 from surefoot.sampling import SamplingParams
 from surefoot.verify.synthetic import synthetic_draft
-from tests.fakes import TableTarget, hashed_rows
 
 VOCAB = 17
 SHARES = (0.92, 0.85, 0.67)

@@ -17,7 +17,16 @@ from typing import Annotated, Any
 
 import typer
 
-from surefoot.cli.options import BenchOptions, ChatOptions, DoctorOptions, Options, ServeOptions, TuneOptions, takes
+from surefoot.cli.options import (
+    BenchOptions,
+    ChatOptions,
+    DoctorOptions,
+    Options,
+    ProveOptions,
+    ServeOptions,
+    TuneOptions,
+    takes,
+)
 from surefoot.errors import NumericalError, SurefootError
 
 BAD_INPUT, FAILED, INTERRUPTED, NO_READER = 2, 1, 130, 141
@@ -118,6 +127,16 @@ def doctor(options: DoctorOptions) -> None:
 
         if not command.doctor(options):
             raise typer.Exit(FAILED)
+
+
+@app.command()
+@takes(ProveOptions)
+def prove(options: ProveOptions) -> None:
+    """Prove on this machine that drafting changes nothing: tokens, laws, caches, and the model itself by a textbook."""
+    with _one_line_errors():
+        from surefoot.cli import prove as command
+
+        command.run_prove(options)
 
 
 @app.command()

@@ -22,7 +22,7 @@ def _option(*names: str, help: str, panel: str) -> Any:
 
 
 PROMPT, MODEL, DRAFT, SAMPLE, OUTPUT = "Prompt", "Model", "Drafting", "Sampling", "Output"
-MEASURE, SERVE = "Measuring", "Serving"
+MEASURE, SERVE, PROOF = "Measuring", "Serving", "Proof"
 DRAFT_VOCAB = "Draft with the MTP head among so many frequent tokens, or those of a file (a JSON list of ids)."
 
 
@@ -270,6 +270,32 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
+class ProveOptions:
+    """What is to be proved, as given; lists are comma-separated. `surefoot.prove.settings` checks it."""
+
+    model: Annotated[
+        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
+    ] = "surefoot-demo"
+    device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
+    dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "float32"
+    prompts: Annotated[
+        Path | None, _option("--prompts", help='One prompt a line, or a JSON object with "text".', panel=PROOF)
+    ] = None
+    drafters: Annotated[
+        str, _option("--drafters", "-d", help="Of ngram,suffix,mtp,mtp+ngram,mtp+suffix,auto; all that the model has.",
+                     panel=PROOF)
+    ] = ""  # fmt: skip
+    max_k: Annotated[int | None, _option("--max-k", "-k", help="Longest draft: 4, with --quick 3.", panel=PROOF)] = None
+    tokens: Annotated[
+        int | None, _option("--tokens", "-n", help="New tokens of a prompt: 48, with --quick 16.", panel=PROOF)
+    ] = None
+    seed: Annotated[int, _option("--seed", help="Decides all random choices.", panel=PROOF)] = 0
+    quick: Annotated[bool, _option("--quick", help="Fewer prompts, draft lengths and samples.", panel=PROOF)] = False
+    json: Annotated[Path | None, _option("--json", help="Save all that was seen here.", panel=OUTPUT)] = None
+    html: Annotated[Path | None, _option("--html", help="Write the report here, as a page.", panel=OUTPUT)] = None
+
+
+@dataclass(frozen=True)
 class TuneOptions:
     """What tuning was asked for, as given; lists are comma-separated."""
 
@@ -352,7 +378,7 @@ def listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...
 
 
 def takes(
-    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions] | type[DoctorOptions],
+    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions] | type[DoctorOptions] | type[ProveOptions],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""
