@@ -368,7 +368,7 @@ NORMS = [
     without_one, shifted_twice, scale_of_one, sum_for_mean, last_norm_without_one, block_norms_without_one,
     query_norm_without_one, head_norms_without_one, no_unit_length, gate_before_norm, gated_scale_plus_one,
 ]  # fmt: skip
-FIVE = {
+FIVE: dict[Callable[[Patch], None], str] = {
     settle_one_fewer: "cache states", swap_in_the_test: "exact law", one_uniform_a_window: "exact law",
     length_one_more: "cache states", without_one: "textbook reference",
 }  # fmt: skip
