@@ -7,19 +7,18 @@ Random small models of awkward sizes, in every dtype, several sequences at once,
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from surefoot.cache import RecurrentCache
 from surefoot.config import LayerType, ModelConfig, MoEConfig
 from surefoot.engine.target import DecoderTarget
 from surefoot.loading.tiny import tiny_config
 from surefoot.model import Decoder
 from surefoot.model.tensors import random_tensors
+from surefoot.prove.caches import state_of
 from surefoot.types import Window
 from tests.fakes import DEVICES
 
@@ -55,16 +54,6 @@ def random_decoder(seed: int, dtype: torch.dtype, device: str = "cpu") -> Decode
     kept = (".A_log", ".dt_bias", ".linear_attn.norm.weight")
     tensors = {n: t if n.endswith(kept) else t.to(dtype) for n, t in random_tensors(config, seed, device).items()}
     return Decoder(config, tensors, max_len=128)
-
-
-def state_of(target: DecoderTarget, slot: int) -> Iterator[Tensor]:
-    """Every cache tensor that a later step can read."""
-    target.cache.settle(slot)
-    for layer in target.cache.layers:
-        if isinstance(layer, RecurrentCache):
-            yield from (layer.state[slot], layer.conv_past(slot))
-        else:
-            yield from layer.read(slot, target.cache.length[slot])
 
 
 def plain(target: DecoderTarget, prompt: list[int], tokens: list[int]) -> list[Tensor]:

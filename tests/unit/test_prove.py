@@ -40,7 +40,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(folder: Path, style: Style | None = None, **more: Any) -> Path:
     config = tiny_config(**more)
     tokenizer = byte_tokenizer() if config.vocab_size > 256 else None
-    return write_checkpoint(folder, config, random_tensors(config, seed=1), style=style, tokenizer=tokenizer)
+    tensors = random_tensors(config, seed=1)
+    tensors["lm_head.weight"] *= 3  # so that some tokens are likely
+    return write_checkpoint(folder, config, tensors, style=style, tokenizer=tokenizer)
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:

@@ -40,6 +40,12 @@ def hashed_rows(vocab_size: int, salt: int = 0, scale: float = 1.5, order: int |
     return row
 
 
+def steady_rows(*chances: float) -> Row:
+    """The same law behind every prefix."""
+    row = torch.tensor(chances).log()
+    return lambda prefix: row
+
+
 class TableTarget:
     """A Target over a function of the prefix. It holds only what was committed and fails on any misuse: a window that
     does not follow the slot's last commit, a commit without a window, a keep outside 1 .. W."""
