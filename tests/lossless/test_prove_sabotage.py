@@ -1,4 +1,7 @@
-"""A broken engine must not pass `surefoot prove`: five faults, each wherever somebody might put it."""
+"""A broken engine must not pass `surefoot prove`: five faults, each wherever somebody might put it.
+
+One long file: it is a list of faults, all put to the one proof.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from surefoot.bench.prompts import YOURS, read_prompts
 from surefoot.bench.settings import Method
-from surefoot.bench.tune import YOURS, _foretold_s, read_prompts, some_kinds
+from surefoot.bench.tune import _foretold_s, some_kinds
 from surefoot.cli.main import app
 from surefoot.engine.profile import load_profile
 from surefoot.engine.stats import Stats

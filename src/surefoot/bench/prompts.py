@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 
 import torch
 
+from surefoot.errors import InputError
 from surefoot.loading.tokenizer import Tokenizer
+
+YOURS = "yours"  # the kind of prompts of a file that does not say
 
 
 def held_out() -> list[dict[str, str]]:
@@ -22,6 +26,30 @@ def kinds() -> dict[str, list[str]]:
     prompts: dict[str, list[str]] = {}
     for line in _lines("kinds.jsonl"):
         prompts.setdefault(line["kind"], []).append(line["text"])
+    return prompts
+
+
+def read_prompts(file: Path) -> dict[str, list[str]]:
+    """Prompts by kind: of each line that is not empty the `text` of a JSON object, with its `kind` if it has one, or
+    the line itself. Raises InputError for a file that cannot be read or has none."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--prompts: {file}: expected a readable text, found: {error}") from error
+    prompts: dict[str, list[str]] = {}
+    for line in filter(str.strip, lines):
+        kind, text = YOURS, line
+        if line.startswith("{"):
+            try:
+                entry = json.loads(line)
+                kind, text = entry.get("kind", YOURS), entry["text"]
+            except (ValueError, KeyError) as error:
+                raise InputError(f'--prompts: {file}: expected JSON objects with a "text", found {line!r}') from error
+        if not isinstance(text, str) or not isinstance(kind, str) or not text:
+            raise InputError(f'--prompts: {file}: expected "text" and "kind" to be text, found {line!r}')
+        prompts.setdefault(kind, []).append(text)
+    if not prompts:
+        raise InputError(f"--prompts: {file}: expected at least one prompt, found none")
     return prompts
 
 

@@ -1,4 +1,7 @@
-"""The options of the commands: tables from which typer's flags and a typed object are both made."""
+"""The options of the commands: tables from which typer's flags and a typed object are both made.
+
+One long file: a table has a line or two for each option, and commands share their parts.
+"""
 
 from __future__ import annotations
 

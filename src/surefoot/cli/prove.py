@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surefoot.bench.tune import read_prompts
+from surefoot.bench.prompts import read_prompts
 from surefoot.cli.console import OutputConsole
 from surefoot.cli.files import check_writable
 from surefoot.cli.options import ProveOptions, listed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.table import Table
 
 from surefoot.bench.plot import require_matplotlib
-from surefoot.bench.tune import AUTO, Tuned, best_fixed, draw, read_prompts, some_kinds, tune
+from surefoot.bench.prompts import read_prompts
+from surefoot.bench.tune import AUTO, Tuned, best_fixed, draw, some_kinds, tune
 from surefoot.cli.console import OutputConsole
 from surefoot.cli.files import check_writable
 from surefoot.cli.options import TuneOptions, listed

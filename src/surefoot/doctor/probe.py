@@ -304,7 +304,7 @@ def _draft(
 
 def _rewired(mtp: Tensors) -> dict[str, dict[str, Weight]]:
     """The head's tensors changed in one way each."""
-    fc = whole(mtp, "mtp.fc.weight")  # type: ignore[arg-type]  # reads only
+    fc = whole(mtp, "mtp.fc.weight")
     norms = [name for name in mtp if is_centred(name)]
     changed: dict[str, Tensors] = {SWAPPED: {"mtp.fc.weight": fc.roll(fc.shape[1] // 2, 1)}}
     changed[LOWER] = _lowered(mtp, dict.fromkeys(norms, 1))
@@ -314,7 +314,7 @@ def _rewired(mtp: Tensors) -> dict[str, dict[str, Weight]]:
 
 
 def _lowered(tensors: Tensors, shifts: Mapping[str, int]) -> dict[str, Weight]:
-    return {name: whole(tensors, name).float() - shift for name, shift in shifts.items()}  # type: ignore[arg-type]
+    return {name: whole(tensors, name).float() - shift for name, shift in shifts.items()}
 
 
 def _shifted(drafts: Seq[Tensor], readings: Seq[Reading], right: Tensor) -> list[Control]:

@@ -6,7 +6,7 @@ every other spelling to these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Weights(Protocol):
         """The tensor of this name, no longer here."""
 
 
-def whole(tensors: Weights, name: str) -> Tensor:
+def whole(tensors: Weights | Mapping[str, Weight], name: str) -> Tensor:
     """A tensor that is none of `NARROW`."""
     tensor = tensors[name]
     assert isinstance(tensor, Tensor), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def prove_caches(subject: Subject) -> Section:
         if plain:
             for right in range(depth + 1):
                 name = f"{right} of {depth} drafts accepted"
-                section.check(name, lambda n=name, r=right: _after(subject, n, plain[0], depth, r))  # type: ignore[misc]
+                section.check(name, partial(_after, subject, name, plain[0], depth, right))
             section.check("control: one token stale", lambda: _stale(subject, plain[0]))
         section.check("returning to a mark", lambda: _mark(subject))
         section.check("putting back what was kept of a prompt", lambda: _keep(subject))

@@ -9,6 +9,8 @@ What stands around the product rides along, for a kernel of its own would cost m
 the residual stream also prepares the next norm (`Feed`): the stream times the norm's scale, in the weights' type, and
 sums of squares; the next layer multiplies its sums by the row's 1 / rms, which factors out. A SwiGLU's gate and up are
 computed by the same program.
+
+One long file: the kernel, its launches and its reference share the order in which sums are taken.
 """
 
 from __future__ import annotations
