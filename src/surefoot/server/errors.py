@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from surefoot.errors import InputError, QueueFullError, TokenizerError, shown
+from surefoot.errors import ClosedError, InputError, QueueFullError, TokenizerError, shown
 
 ANTHROPIC = "/v1/messages"
 RETRY_AFTER = "1"
@@ -57,7 +57,11 @@ class ApiError(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """The whole answer."""
-        headers = {429: {"Retry-After": RETRY_AFTER}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
+        headers = {
+            401: {"WWW-Authenticate": "Bearer"},
+            429: {"Retry-After": RETRY_AFTER},
+            503: {"Retry-After": RETRY_AFTER, "Connection": "close"},  # the next attempt should find another server
+        }.get(self.status)
         return JSONResponse(self.body(path), self.status, headers)
 
 
@@ -67,6 +71,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, ClosedError):
+        return ApiError(503, "server: expected it to take requests, found it closing", code="closing")
     if isinstance(error, (InputError, TokenizerError)):
         name, _, rest = str(error).partition(":")
         stem = name.split("[")[0]
