@@ -28,7 +28,9 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-WRAPPERS = ("str", "int", "float", "bool", "body")  # parts of a location that name a type, not a field
+# Parts of a location that name a type, not a field.
+WRAPPERS = ("str", "int", "float", "bool", "body", "ToolChoice", "FlatChoice")
+WORDS = ("string_type", "literal_error")  # a text was expected
 
 
 @dataclass
@@ -83,8 +85,10 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def validation_error(errors: Seq[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found wrong with a body."""
-    # Where a list was given, that no text was given says less than what is wrong with the list.
-    first = next((e for e in errors if e["type"] != "string_type" or not isinstance(e.get("input"), list)), errors[0])
+    # Where a list or an object was given, that no text was given says less than what is wrong with it.
+    first = next(
+        (e for e in errors if e["type"] not in WORDS or not isinstance(e.get("input"), (list, dict))), errors[0]
+    )
     parts = [str(part) for part in first["loc"]]
     path = ".".join(part for part in parts if part not in WRAPPERS and "[" not in part) or "body"
     kind, text = first["type"], str(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
