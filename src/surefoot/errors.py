@@ -2,6 +2,7 @@
 
     SurefootError
     ├── InputError        an argument of the caller is wrong (also a ValueError)
+    │   └── ClosedError   a service that was told to close is asked for more
     ├── CheckpointError   a checkpoint's files do not hold what they must
     ├── TokenizerError    text was given or asked for and there is no tokenizer for it
     ├── QueueFullError    as many requests wait as may wait; later there will be room
@@ -19,6 +20,10 @@ class SurefootError(Exception):
 
 class InputError(SurefootError, ValueError):
     """An argument is wrong; nothing was changed."""
+
+
+class ClosedError(InputError):
+    """A service takes no further requests."""
 
 
 class CheckpointError(SurefootError):

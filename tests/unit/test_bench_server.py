@@ -107,7 +107,7 @@ def test_wrong_texts_give_no_number(model: Path, monkeypatch: pytest.MonkeyPatch
         (("--server", "--concurrency", ","), "concurrency"),
         (("--server", "--requests", "0"), "requests"),
         (("--server", "--tokens", "1"), "tokens"),
-        (("--server", "--drafters", "magic"), "drafters"),
+        (("--server", "--drafters", "magic"), "drafters: expected one of none, ngram, suffix, mtp"),
         (("--server", "--depths", "0"), "draft_length"),
         (("--server", "--json", "/nowhere/x.json"), "--json"),
         (("--server", "--api-key", "x"), "--api-key: expected it with --url"),

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from surefoot import Engine, SamplingParams
+from surefoot.cli.bench_server import started
 from surefoot.cli.main import run
 from surefoot.drafters.none import NoDrafter
 from surefoot.errors import NumericalError
@@ -751,6 +752,39 @@ def test_command_serves_until_told_to_stop() -> None:
     assert [(line["path"], line["outcome"], line["completion_tokens"]) for line in log] == [
         ("/v1/completions", "length", 100)
     ]
+
+
+def test_command_says_that_it_is_closing_while_it_finishes() -> None:
+    """Behind SIGTERM and until the running answer is complete: on new connections, and on one that was open."""
+    asked = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "ignore_eos": True, "drafter": "none"}
+    bodies = {"completions": {"prompt": "x"}, "chat/completions": {"messages": MESSAGES}, "responses": {"input": "x"},
+              "messages": {"messages": MESSAGES, "max_tokens": 3}}  # fmt: skip
+    with (
+        started(["--max-len", "512", "--slots", "1"]) as server,
+        httpx.Client(base_url=server.url, timeout=60) as open_,
+    ):
+        assert open_.get("/health").status_code == 200
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=asked | {"stream": True}, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert open_.get("/health").status_code == 503
+            for path, body in bodies.items():
+                refused = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+                assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+                assert "expected it to take requests, found it closing" in refused.json()["error"]["message"]
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+                assert client.models.list().data
+                with pytest.raises(openai.InternalServerError) as error:
+                    client.completions.create(model=MODEL, prompt="x")
+                assert (error.value.code, error.value.type) == ("closing", "server_error")
+            assert server.process.poll() is None
+            *_, last = (json.loads(line[6:])["choices"][0]["finish_reason"] for line in lines)
+        assert last == "length"
+        assert server.process.wait(30) in (0, -signal.SIGTERM)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/health")
 
 
 def test_command_says_what_is_wrong(

@@ -7,7 +7,8 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import anthropic
 import httpx2
@@ -15,7 +16,11 @@ import openai
 import pytest
 
 from surefoot import Engine
+from surefoot.server.backend import Backend
+from surefoot.server.messages import Messages
+from surefoot.server.openai import Chat
 from surefoot.server.params import Reader, Tools
+from surefoot.server.schema import ChatRequest, MessagesRequest
 from tests.reciter import TURNS, WEATHER, Reciter, reciting_tokenizer
 from tests.server import MODEL, Live, serving
 
@@ -24,6 +29,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parame
 FLAT: list[Any] = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": False}]
 ANTHROPIC: list[Any] = [{"name": "weather", "description": "of a city", "input_schema": WEATHER}]
 CHAT = "/v1/chat/completions"
+READS = cast("Backend", SimpleNamespace(reader=Reader(reciting_tokenizer(), 4096)))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +215,7 @@ def test_items_become_the_messages_of_a_chat(live: Live) -> None:
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "sunny"}]},
         {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
     ]
-    chat = post(live, CHAT, {"messages": messages}).json()
+    chat = post(live, CHAT, {"messages": list(messages)}).json()
     response = post(live, "/v1/responses", {"input": listed, "instructions": "Be kind."}).json()
     assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
@@ -328,6 +334,151 @@ def test_structured_output_in_every_form() -> None:
 ])  # fmt: skip
 def test_what_could_not_be_answered_is_refused(live: Live, body: bytes) -> None:
     assert post(live, "/v1/responses", body).status_code == 400
+
+
+# ---------------------------------------------------------------- fields in fields
+
+USER: dict[str, Any] = {"role": "user", "content": "hello"}
+CALL = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+USE = {"type": "tool_use", "id": "c", "name": "weather", "input": {}}
+SCHEMA = {"type": "object"}
+INSIDE: list[tuple[str, dict[str, Any], str]] = [  # what is refused, and how the message begins
+    (CHAT, {"response_format": {"type": "text", "json_schema": {"schema": SCHEMA}}}, "response_format: expected"),
+    (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema: expected no such"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "max": 3}}},
+     "response_format.json_schema.max: expected no such"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format: expected"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "returns": SCHEMA}}]},
+     "tools.0.function.returns: expected no such"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type: expected"),
+    (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather", "strict": True}}},
+     "tool_choice.function.strict: expected no such"),
+    (CHAT, {"messages": [USER | {"tool_calls": [CALL]}]}, "messages.0: expected no tool_calls in a message of"),
+    (CHAT, {"messages": [USER | {"reasoning": "Hm."}]}, "messages.0: expected no reasoning in a message of the user"),
+    (CHAT, {"messages": [USER | {"tool_call_id": "c"}]}, "messages.0: expected no tool_call_id in a message of the"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0: expected content in a message of the user"),
+    (CHAT, {"messages": [{"role": "assistant", "audio": {"id": "a"}}, USER]}, "messages.0.audio: expected None"),
+    (CHAT, {"messages": [{"role": "assistant", "function_call": {}}, USER]}, "messages.0.function_call: expected None"),
+    (CHAT, {"messages": [{"role": "assistant", "reasoning": "a", "reasoning_content": "b"}, USER]},
+     "messages.0: expected the same reasoning as reasoning_content"),
+    (CHAT, {"stream_options": {"include_costs": True}}, "stream_options.include_costs: expected no such"),
+    ("/v1/responses", {"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, "text.format: expected a"),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format: expected"),
+    ("/v1/responses", {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+     "structured_outputs: expected this or text.format"),
+    ("/v1/responses", {"text": {"colour": "red"}}, "text.colour: expected no such"),
+    ("/v1/responses", {"reasoning": {"context": "all_turns"}}, "reasoning.context: expected"),
+    ("/v1/responses", {"reasoning": {"mode": "pro"}}, "reasoning.mode: expected"),
+    ("/v1/responses", {"tools": [FLAT[0] | {"defer_loading": True}]}, "tools.0.defer_loading: expected"),
+    ("/v1/responses", {"tools": [FLAT[0] | {"async": True}]}, "tools.0.async: expected"),
+    ("/v1/responses", {"tools": [{"type": "web_search"}]}, "tools.0.type: expected"),
+    ("/v1/responses", {"input": [{"role": "user"}]}, "input.0: expected content in a message"),
+    ("/v1/responses", {"input": [{"content": "x"}]}, "input.0: expected role in a message"),
+    ("/v1/responses", {"input": [USER | {"output": "x"}]}, "input.0: expected no output in a message"),
+    ("/v1/responses", {"input": [{"type": "function_call", "arguments": "{}"}]}, "input.0: expected name in a"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [USE]}]}, "messages.0: expected no tool_use in a"),
+    ("/v1/messages", {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "c"}]}]},
+     "messages.0: expected no tool_result in a message of the assistant"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "name": "y"}]}]},
+     "messages.0.content.0: expected no name in a text"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
+     "messages.0.content.0: expected tool_use_id in a tool_result"),
+    ("/v1/messages", {"system": [{"type": "image"}]}, "system.0.type: expected 'text'"),
+    ("/v1/messages", {"tools": [ANTHROPIC[0] | {"type": "bash_20250124"}]}, "tools.0.type: expected"),
+    ("/v1/messages", {"tools": [ANTHROPIC[0] | {"max_uses": 3}]}, "tools.0.max_uses: expected no such"),
+    ("/v1/messages", {"tools": ANTHROPIC, "tool_choice": {"type": "tool"}}, "tool_choice: expected a name"),
+    ("/v1/messages", {"tools": ANTHROPIC, "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice: expected"),
+    ("/v1/messages", {"thinking": {"type": "disabled", "budget_tokens": 5}}, "thinking: expected no budget_tokens"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "tokens": 5}}, "thinking.tokens: expected no such"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}, "thinking_budget": 6},
+     "thinking_budget: expected this or thinking.budget_tokens"),
+    ("/v1/messages", {"output_config": {"effort": "none"}}, "output_config.effort: expected"),
+    ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}},
+     "output_config.format.strict: expected no such"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields", "words"), INSIDE)
+def test_a_field_in_a_field_is_not_dropped(live: Live, path: str, fields: dict[str, Any], words: str) -> None:
+    answer = post(live, path, FORMS[path] | fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(words)
+
+
+@pytest.mark.parametrize(("path", "fields"), [
+    (CHAT, {"response_format": {"type": "text"}}),
+    (CHAT, {"tools": [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]}),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "audio": None, "function_call": None,
+                                "tool_calls": [CALL | {"index": 0}], "annotations": [], "refusal": None},
+                         {"role": "tool", "tool_call_id": "c", "content": "x"}, USER]}),
+    ("/v1/responses", {"text": {"format": {"type": "text"}, "verbosity": "low"}}),
+    ("/v1/responses", {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]}),
+    ("/v1/responses", {"tools": [FLAT[0] | {"strict": True, "defer_loading": False, "allowed_callers": ["direct"]}]}),
+    ("/v1/responses", {"input": [{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x"}, USER]}),
+    ("/v1/messages", {"tools": [ANTHROPIC[0] | {"type": "custom", "strict": True, "cache_control": None}]}),
+    ("/v1/messages", {"system": [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]}),
+    ("/v1/messages", {"thinking": {"type": "adaptive", "display": "summarized"}, "output_config": {"effort": "low"}}),
+])  # fmt: skip
+def test_what_clients_send_besides_is_taken(live: Live, path: str, fields: dict[str, Any]) -> None:
+    answer = post(live, path, FORMS[path] | fields)
+    assert answer.status_code == 200, answer.text
+
+
+def chat_of(*messages: dict[str, Any], **fields: Any) -> str:
+    """What the model reads of a chat."""
+    request = ChatRequest.model_validate({"messages": list(messages)} | fields)
+    return READS.reader.tokenizer.decode(Chat.job(request, READS).prompts[0])
+
+
+def messages_of(*messages: dict[str, Any], **fields: Any) -> str:
+    """What the model reads of messages in Anthropic's form."""
+    request = MessagesRequest.model_validate({"messages": list(messages), "max_tokens": 1} | fields)
+    return READS.reader.tokenizer.decode(Messages.job(request, READS).prompts[0])
+
+
+def test_thoughts_and_refusals_of_earlier_turns_are_read() -> None:
+    by_one_name = chat_of(USER, {"role": "assistant", "content": "x", "reasoning_content": "Hm."}, USER)
+    assert chat_of(USER, {"role": "assistant", "content": "x", "reasoning": "Hm."}, USER) == by_one_name
+    assert "<think>\nHm.\n</think>" in by_one_name
+    refused = chat_of(USER, {"role": "assistant", "content": None, "refusal": "Never."}, USER)
+    assert refused == chat_of(USER, {"role": "assistant", "content": "Never."}, USER)
+
+
+def test_a_failed_call_is_read_as_one() -> None:
+    def told(**fields: Any) -> str:
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "no such city"} | fields
+        return messages_of(USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]})
+
+    assert "Error: no such city" in told(is_error=True)
+    assert "Error" not in told()
+    assert told(is_error=False) == told()
+    assert "Error: no such city" in told(is_error=True, content=[{"type": "text", "text": "no such city"}])
+
+
+def test_examples_of_a_tools_input_are_read() -> None:
+    example = {"city": "Ulaanbaatar"}
+    assert "Ulaanbaatar" in messages_of(USER, tools=[ANTHROPIC[0] | {"input_examples": [example]}])
+    assert "examples" not in messages_of(USER, tools=ANTHROPIC)
+
+
+def test_thoughts_that_are_omitted(claude: anthropic.Anthropic) -> None:
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "messages": [USER],
+                               "thinking": {"type": "adaptive", "display": "omitted"}}  # fmt: skip
+    shown = tell(claude, "hello", thinking={"type": "adaptive"})
+    assert [kind for kind, _ in blocks(shown)] == ["thinking", "text"]
+    whole = claude.messages.create(**options)
+    assert blocks(whole) == [("text", GREETING)]
+    assert whole.usage.output_tokens == shown.usage.output_tokens
+    with claude.messages.stream(**options) as stream:
+        told = [event.model_dump_json() for event in stream]
+        assert blocks(stream.get_final_message()) == [("text", GREETING)]
+    assert not any("greeting" in event for event in told)
+
+
+def test_one_call_at_a_time_is_said_again(live: Live) -> None:
+    for asked, said in ((None, True), (True, True), (False, False)):
+        response = post(live, "/v1/responses", {"input": "hello", "parallel_tool_calls": asked}).json()
+        assert response["parallel_tool_calls"] is said
 
 
 # ---------------------------------------------------------------- around it

@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 from surefoot.bench.lossless import NotLosslessError
 from surefoot.bench.machine import Machine
 from surefoot.bench.prompts import held_out
-from surefoot.bench.settings import LABELS, Method
+from surefoot.bench.settings import Method
 from surefoot.bench.turns import Spread, median_ratio
 from surefoot.engine.arguments import parse_device
-from surefoot.engine.drafting import check_draft_length
+from surefoot.engine.drafting import NAMES, check_draft_length
 from surefoot.errors import InputError, shown
 from surefoot.sampling import require_int
 
@@ -56,8 +56,8 @@ class ServerSettings:
             require_int(name, value, low=1)
         require_int("tokens", self.tokens, low=2)  # between two there is a time
         for drafter in self.drafters:
-            if drafter not in LABELS:
-                raise InputError(f"drafters: expected one of {', '.join(LABELS)}, found {shown(drafter)}")
+            if drafter not in NAMES:  # which of them it has, the server knows
+                raise InputError(f"drafters: expected one of {', '.join(NAMES)}, found {shown(drafter)}")
         for depth in self.depths:
             check_draft_length("mtp", depth, parse_device("cpu"))  # a GPU's server may refuse more
 

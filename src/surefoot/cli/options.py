@@ -241,7 +241,13 @@ class BenchOptions:
         float, _option("--seconds", help="Fewer rounds if a drafter's would take longer.", panel=MEASURE)
     ] = 20.0
     drafters: Annotated[
-        str, _option("--drafters", "-d", help="Of none,ngram,mtp,mtp+ngram; all that the model has.", panel=DRAFT)
+        str,
+        _option(
+            "--drafters",
+            "-d",
+            help="Of none,ngram,mtp,mtp+ngram (with --server, any of serve's); all that the model has.",
+            panel=DRAFT,
+        ),
     ] = ""
     depths: Annotated[
         str,

@@ -22,7 +22,7 @@ from surefoot.engine.loop import StepRecord
 from surefoot.engine.runner import Ended, Event, Started, Ways
 from surefoot.engine.stats import Counts
 from surefoot.engine.target import PREFILL_CHUNK
-from surefoot.errors import InputError, QueueFullError
+from surefoot.errors import ClosedError, QueueFullError
 from surefoot.sampling import SamplingParams, require_int
 from surefoot.sequence import FinishReason, Sequence
 from surefoot.types import Drafter
@@ -201,8 +201,8 @@ class Service:
         engine's own) and `draft_length`
         are the request's, in place of the engine's; a GPU's step has only its own.
 
-        Raises InputError for an argument (as `Engine.generate` does) and once the service is closed; QueueFullError if
-        as many requests wait as may.
+        Raises InputError for an argument (as `Engine.generate` does), ClosedError, which is one, once the service is
+        closed; QueueFullError if as many requests wait as may.
         """
         sequence = self._engine.sequence(prompt, SamplingParams() if params is None else params)
         with self._building:
@@ -210,7 +210,7 @@ class Service:
         ticket = Ticket(sequence, self._cancel)
         with self._changed:
             if not self._open:
-                raise InputError("service: expected one that is open, found it closed")
+                raise ClosedError("service: expected one that is open, found it closed")
             if len(self._tickets) >= self._stats.slots + self._stats.queue_limit:
                 self._stats.refused += 1
                 raise QueueFullError(

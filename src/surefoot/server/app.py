@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from surefoot.engine import Engine
 from surefoot.engine.runner import RunsItself
 from surefoot.engine.service import PREFIX_BYTES, Service
-from surefoot.errors import InputError, SurefootError
+from surefoot.errors import ClosedError, InputError, SurefootError
 from surefoot.loading.tokenizer import require_tokenizer
 from surefoot.server.backend import Backend, Limits, Run, Whole
 from surefoot.server.board import Board
@@ -125,11 +125,11 @@ def _add_information(app: FastAPI, engine: Engine, backend: Backend) -> None:
         "drafter_is_fixed": isinstance(engine.target, RunsItself),  # requests cannot choose another
     }
 
-    @app.get("/health", responses={503: {}})
+    @app.get("/health")
     async def health() -> dict[str, str]:
         """Whether the server lives, and takes requests."""
         if not backend.service.open:
-            raise ApiError(503, "service: expected it to be open, found it closed")
+            raise ClosedError("service: expected it to be open, found it closing")
         return {"status": "ok"}
 
     @app.get("/v1/models")
@@ -323,4 +323,5 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     413: _shape("The body is too large."),
     429: _shape("Too many requests wait already."),
     500: _shape("The request failed."),
+    503: _shape("The server is closing."),
 }

@@ -13,7 +13,7 @@ from functools import partial
 from fastapi import Request
 
 from surefoot.engine.service import Service, Ticket
-from surefoot.errors import shown
+from surefoot.errors import ClosedError, shown
 from surefoot.sequence import TokenLogprobs
 from surefoot.server.board import Board
 from surefoot.server.choices import Choice, Finish, Update, follow
@@ -136,9 +136,9 @@ class Backend:
 
     async def start(self, make: Callable[[], Job], request: Request, prefix: str) -> Run:
         """Let a request in: `make` builds the job, in a thread, as texts may be long. Raises what it raises, ApiError,
-        InputError and QueueFullError; then nothing of it is left in the service."""
+        InputError, ClosedError and QueueFullError; then nothing of it is left in the service."""
         if not self.service.open:
-            raise ApiError(503, "server: expected it to take requests, found it closing")
+            raise ClosedError("service: expected it to take requests, found it closing")
         job = await asyncio.to_thread(make)
         wanted = len(job.prompts) * job.params.n
         if wanted > self.limits.max_choices:

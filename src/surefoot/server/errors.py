@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from surefoot.errors import InputError, QueueFullError, TokenizerError, shown
+from surefoot.errors import ClosedError, InputError, QueueFullError, TokenizerError, shown
 
 ANTHROPIC = "/v1/messages"
 RETRY_AFTER = "1"
@@ -28,7 +28,9 @@ ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-WRAPPERS = ("str", "int", "float", "bool", "body")  # parts of a location that name a type, not a field
+# Parts of a location that name a type, not a field.
+WRAPPERS = ("str", "int", "float", "bool", "body", "ToolChoice", "FlatChoice")
+WORDS = ("string_type", "literal_error")  # a text was expected
 
 
 @dataclass
@@ -57,7 +59,11 @@ class ApiError(Exception):
 
     def response(self, path: str) -> JSONResponse:
         """The whole answer."""
-        headers = {429: {"Retry-After": RETRY_AFTER}, 401: {"WWW-Authenticate": "Bearer"}}.get(self.status)
+        headers = {
+            401: {"WWW-Authenticate": "Bearer"},
+            429: {"Retry-After": RETRY_AFTER},
+            503: {"Retry-After": RETRY_AFTER, "Connection": "close"},  # the next attempt should find another server
+        }.get(self.status)
         return JSONResponse(self.body(path), self.status, headers)
 
 
@@ -67,6 +73,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, ClosedError):
+        return ApiError(503, "server: expected it to take requests, found it closing", code="closing")
     if isinstance(error, (InputError, TokenizerError)):
         name, _, rest = str(error).partition(":")
         stem = name.split("[")[0]
@@ -77,8 +85,10 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def validation_error(errors: Seq[Mapping[str, Any]]) -> ApiError:
     """The first thing that pydantic found wrong with a body."""
-    # Where a list was given, that no text was given says less than what is wrong with the list.
-    first = next((e for e in errors if e["type"] != "string_type" or not isinstance(e.get("input"), list)), errors[0])
+    # Where a list or an object was given, that no text was given says less than what is wrong with it.
+    first = next(
+        (e for e in errors if e["type"] not in WORDS or not isinstance(e.get("input"), (list, dict))), errors[0]
+    )
     parts = [str(part) for part in first["loc"]]
     path = ".".join(part for part in parts if part not in WRAPPERS and "[" not in part) or "body"
     kind, text = first["type"], str(first["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")

@@ -16,13 +16,14 @@ from surefoot.server.blocks import Block, Blocks, Change
 from surefoot.server.choices import Finish
 from surefoot.server.errors import as_api_error
 from surefoot.server.params import Job, Tools
-from surefoot.server.parsing import ChatParser
-from surefoot.server.schema import AnthropicMessage, CountRequest, MessagesRequest, TextFormat
-from surefoot.server.schema import Block as InputBlock
+from surefoot.server.parsing import ChatParser, Delta
+from surefoot.server.schema import AnthropicMessage, CountRequest, MessagesRequest, TextBlock, TextFormat
 from surefoot.server.wire import event
 
 # "pause_turn" says that the answer can be sent back to be gone on with, which is so.
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn", "abort": "pause_turn"}
+
+FAILED = "Error: "  # what a model reads before the result of a call that failed; templates have no word for it
 
 
 class Messages:
@@ -30,6 +31,7 @@ class Messages:
 
     def __init__(self, backend: Backend, request: MessagesRequest, run: Run) -> None:
         self.run = run
+        self._hides = request.thinking is not None and request.thinking.display == "omitted"
 
     @staticmethod
     def job(request: MessagesRequest, backend: Backend) -> Job:
@@ -37,18 +39,20 @@ class Messages:
         tools = _tools(request)
         prompt, parser = chat(request, backend, tools)
         given = params.shared(request, backend.reader, request.max_tokens, room=0)
-        if request.thinking is not None and request.thinking_budget is None:
+        if request.thinking is not None and request.thinking.budget_tokens is not None:
+            if request.thinking_budget is not None:
+                raise InputError("thinking_budget: expected this or thinking.budget_tokens, found both")
             given["thinking_budget"] = request.thinking.budget_tokens
         given["stop"] = (*(request.stop_sequences or ()), *tools.stop)
         answer = request.output_config and request.output_config.format
         shape = None if not answer else TextFormat.model_validate({"type": answer.type, "schema": answer.schema_})
-        given["structured"] = params.structured(request.structured_outputs, shape)
+        given["structured"] = params.structured(request.structured_outputs, shape, "output_config.format")
         return Job((prompt,), SamplingParams(**given), parser=parser, **params.chosen_drafting(request))
 
     def answer(self, wholes: Seq[Whole]) -> dict[str, Any]:
         """The whole answer."""
         whole, blocks = wholes[0], Blocks()
-        for _ in (*blocks.add(whole.deltas), *blocks.close()):
+        for _ in (*blocks.add(self._shown(whole.deltas)), *blocks.close()):
             pass
         content = [_content(block) for block in blocks.all]
         return self._message(content) | self._ended(whole.finish) | {"usage": self._usage()}
@@ -62,12 +66,14 @@ class Messages:
         try:
             async with aclosing(self.run.updates()) as updates:
                 async for update in updates:
-                    changes = list(blocks.add(update.deltas))
+                    shown = self._shown(update.deltas)
+                    changes = list(blocks.add(shown))
                     if update.finish is not None:
                         changes += blocks.close()
                     for change in changes:
                         grown = change.what == "grow"
-                        pieces = {"surefoot": update.pieces} if grown and change is _last_grown(changes) else {}
+                        told = grown and change is _last_grown(changes) and len(shown) == len(update.deltas)
+                        pieces = {"surefoot": update.pieces} if told else {}
                         yield _event(_changed(change) | pieces)
                     if update.finish is not None:
                         ended = self._ended(update.finish)
@@ -75,6 +81,10 @@ class Messages:
             yield _event({"type": "message_stop"})
         except Exception as error:
             yield _event(as_api_error(error).body(self.run.path))
+
+    def _shown(self, deltas: Seq[Delta]) -> Seq[Delta]:
+        """Without thoughts, if those are not wanted."""
+        return [delta for delta in deltas if not delta.reasoning] if self._hides else deltas
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.run.id, "type": "message", "role": "assistant", "model": self.run.model, "content": content}
@@ -116,7 +126,8 @@ def count(request: CountRequest, backend: Backend) -> dict[str, int]:
 def _tools(request: CountRequest) -> Tools:
     tools = [
         {"type": "function", "function": {"name": tool.name, "description": tool.description or "",
-                                          "parameters": tool.input_schema}}
+                                          "parameters": tool.input_schema}
+         | ({"examples": tool.input_examples} if tool.input_examples else {})}
         for tool in request.tools or ()
     ]  # fmt: skip
     choice = request.tool_choice
@@ -138,13 +149,12 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
         elif block.type == "thinking":
             thoughts += block.thinking or ""
         elif block.type == "tool_use":
-            if block.name is None:
-                raise InputError("messages.content.name: expected the tool's name, found none")
             calls.append({"id": block.id, "type": "function",
                           "function": {"name": block.name, "arguments": block.input or {}}})  # fmt: skip
         elif block.type == "tool_result":
             content = block.content if isinstance(block.content, str) else _text(block.content or ())
-            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            told = f"{FAILED}{content}" if block.is_error else content
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": told})
     own: dict[str, Any] = {"role": message.role, "content": texts}
     if thoughts:
         own["reasoning_content"] = thoughts
@@ -153,8 +163,8 @@ def _messages(message: AnthropicMessage) -> list[dict[str, Any]]:
     return [*results, own] if texts or calls or thoughts or not results else results
 
 
-def _text(blocks: Seq[InputBlock]) -> str:
-    return "".join(block.text or "" for block in blocks)
+def _text(blocks: Seq[TextBlock]) -> str:
+    return "".join(block.text for block in blocks)
 
 
 def _content(block: Block) -> dict[str, Any]:

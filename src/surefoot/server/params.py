@@ -181,10 +181,13 @@ def to_template(messages: Seq[ChatMessage]) -> list[dict[str, Any]]:
 def _message(message: ChatMessage) -> dict[str, Any]:
     content = message.content
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
-    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role,
+                             "content": text + (message.refusal or "")}  # fmt: skip
+    plain |= _given(
+        name=message.name,
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.reasoning_content or message.reasoning,
+    )
     if message.tool_calls:
         plain["tool_calls"] = [
             {"id": call.id, "type": "function",
@@ -262,20 +265,20 @@ def sampling(
 
 
 def structured(
-    outputs: StructuredOutputs | None, wanted: ResponseFormat | TextFormat | None
+    outputs: StructuredOutputs | None, wanted: ResponseFormat | TextFormat | None, field: str = "response_format"
 ) -> StructuredOutput | None:
-    """What the text must be, by either field. Raises InputError if both say so."""
-    shaped = None if wanted is None else formatted(wanted)
+    """What the text must be, by either field, of which `field` is the form's own. Raises InputError if both say so."""
+    shaped = None if wanted is None else formatted(wanted, field)
     if outputs is None:
         return shaped
     if shaped is not None:
-        raise InputError("structured_outputs: expected this or response_format, found both")
+        raise InputError(f"structured_outputs: expected this or {field}, found both")
     choice = None if outputs.choice is None else tuple(outputs.choice)
     return StructuredOutput(json_schema=outputs.json_, regex=outputs.regex, choice=choice, grammar=outputs.grammar)
 
 
-def formatted(wanted: ResponseFormat | TextFormat) -> StructuredOutput | None:
-    """What a format asks for. Raises InputError for a schema that is missing."""
+def formatted(wanted: ResponseFormat | TextFormat, field: str) -> StructuredOutput | None:
+    """What a format asks for, which is in `field`. Raises InputError for a schema that is missing."""
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -283,7 +286,7 @@ def formatted(wanted: ResponseFormat | TextFormat) -> StructuredOutput | None:
     shape = wanted if isinstance(wanted, TextFormat) else wanted.json_schema
     schema = None if shape is None else shape.schema_
     if schema is None:
-        raise InputError("response_format: expected a json_schema with a schema, found none")
+        raise InputError(f"{field}: expected a json_schema with a schema, found none")
     return StructuredOutput(json_schema=schema)
 
 

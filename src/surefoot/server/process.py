@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import time
 from typing import Any
 
 import h11
@@ -15,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from surefoot.engine.service import Service
 
 FAREWELL_S = 5  # for answers whose requests have been cancelled to reach their clients
+TICK_S = 0.1  # between two looks at whether ctrl-C came again, as uvicorn has it
 HEADERS_S = 30.0  # for a request's headers to come
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -58,21 +60,25 @@ class HeadersInTime(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an application of `create_app`. Told to end, it takes no further request and finishes those that it has;
-    after `seconds` (None: when they are done) they are cancelled, and clients that still read nothing are left. Told
-    once more by ctrl-C, it ends at once."""
+    """Serves an application of `create_app`. Told to end, it finishes the requests that it has, and tells others until
+    then that it is closing; after `seconds` (None: when they are done) they are cancelled, and clients that still read
+    nothing are left. Told once more by ctrl-C, it ends at once."""
 
     def __init__(self, app: FastAPI, seconds: float | None = None, **settings: Any) -> None:
-        patience = None if seconds is None else math.ceil(seconds) + FAREWELL_S
         super().__init__(
-            uvicorn.Config(app, http=HeadersInTime, access_log=False, timeout_graceful_shutdown=patience, **settings)
+            uvicorn.Config(app, http=HeadersInTime, access_log=False, timeout_graceful_shutdown=FAREWELL_S, **settings)
         )
         self._service: Service = app.state.service
         self._seconds = seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the service beside uvicorn's own end, which waits for the answers."""
+        """Close the service, and listen on until what was under way has been answered; then uvicorn's own end."""
         closing = asyncio.create_task(asyncio.to_thread(self._service.close, timeout=self._seconds))
+        under_way = {closing, *self.server_state.tasks}
+        end = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        while under_way and not self.force_exit and time.monotonic() < end:
+            _, under_way = await asyncio.wait(under_way, timeout=TICK_S)
+            await self.on_tick(0)  # which keeps the date of answers right
         await super().shutdown(sockets)
         if self.force_exit:
             await asyncio.to_thread(self._service.close, drain=False)

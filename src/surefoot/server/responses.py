@@ -57,7 +57,7 @@ class Responses:
         prompt, parser = backend.reader.chat(messages, tools, thinks)
         given = params.shared(request, backend.reader, request.max_output_tokens, backend.reader.max_len - len(prompt))
         given["structured"] = params.structured(
-            request.structured_outputs, None if request.text is None else request.text.format
+            request.structured_outputs, None if request.text is None else request.text.format, "text.format"
         )
         given["stop"] = tools.stop
         if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
@@ -124,7 +124,7 @@ class Responses:
             "max_output_tokens": request.max_output_tokens,
             "output": [self._item(block, "incomplete" if cut and block is blocks[-1] else "completed")
                        for block in blocks],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": self.run.job.params.temperature,
@@ -211,8 +211,6 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
     if item.type == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
         return
-    if item.type == "message" and item.role is None:
-        raise InputError("input.role: expected the role of a message, found none")
     role = {"developer": "system", None: "assistant"}.get(item.role, item.role)
     if role != "assistant":
         messages.append({"role": role, "content": _text(item.content)})

@@ -1,12 +1,14 @@
-"""What requests may hold. Unknown fields are refused, so that none is dropped in silence; those in `Ignored` are known
-and mean nothing here. The first thing that is wrong with a list is the only one that is looked for: a body may hold a
-million of them."""
+"""What requests may hold. Unknown fields are refused, so that none is dropped in silence; those in `Ignored`, and those
+in other objects of which it is said, are known and mean nothing here. What was said earlier (messages, their parts,
+calls) comes back from clients with all that any server once put into it: there, unknown fields are passed over, and
+known ones that hold what a model would have to see are read or refused. The first thing that is wrong with a list is
+the only one that is looked for: a body may hold a million of them."""
 
 from __future__ import annotations
 
 import json
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -53,6 +55,26 @@ class Lenient(BaseModel):
     """Values of the right type; other fields are passed over (clients send back what they got from others)."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class Kinds(Lenient):
+    """One of several kinds, by its `type`. Each has fields of its own in `OWN`, those that it needs, and those that it
+    may have; one of another kind's would be dropped."""
+
+    OWN: ClassVar[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {}
+
+    type: str
+
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        needed, possible = self.OWN[self.type]
+        given = {name for name in type(self).model_fields if name != "type" and getattr(self, name) is not None}
+        for name in needed:
+            if name not in given:
+                raise ValueError(f"{name} in a {self.type}")
+        for name in sorted(given - {*needed, *possible}):
+            raise ValueError(f"no {name} in a {self.type}")
+        return self
 
 
 class Ignored(Strict):
@@ -129,18 +151,27 @@ class Sampling(Shared, Ignored):
     prompt_logprobs: Top | None = None
 
 
-class SchemaFormat(Lenient):
-    """The `json_schema` of a response format."""
+class SchemaFormat(Strict):
+    """The `json_schema` of a response format. It holds whether it is said to be `strict` or not; a name and a
+    description change nothing."""
 
     name: str | None = None
+    description: str | None = None
     schema_: Object | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
-class ResponseFormat(Lenient):
+class ResponseFormat(Strict):
     """What an answer must be."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("a json_schema only with type json_schema")
+        return self
 
 
 class Part(Lenient):
@@ -165,8 +196,17 @@ class ToolCall(Lenient):
     function: FunctionCall
 
 
+OF_ROLE = {
+    "tool_calls": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "refusal": "assistant",
+    "tool_call_id": "tool",
+}  # whose messages have what
+
+
 class ChatMessage(Lenient):
-    """One message of a chat."""
+    """One message of a chat. Thoughts come by either name, that of vLLM's newer answers and that of all others'."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Many[Part] | None = None
@@ -174,30 +214,47 @@ class ChatMessage(Lenient):
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"content in a message of the {self.role}")
+        for name, role in OF_ROLE.items():
+            if getattr(self, name) and self.role != role:
+                raise ValueError(f"no {name} in a message of the {self.role}")
+        if self.reasoning and self.reasoning_content and self.reasoning != self.reasoning_content:
+            raise ValueError("the same reasoning as reasoning_content, or one of them")
+        return self
 
 
-class Function(Lenient):
-    """A function that may be called."""
+class Function(Strict):
+    """A function that may be called. What the model makes of its parameters is its own, `strict` or not."""
 
     name: str
     description: str | None = None
     parameters: Object | None = None
+    strict: bool | None = Field(None, exclude=True)
 
 
-class Tool(Lenient):
+class Tool(Strict):
     """A tool that may be called."""
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = Field(None, exclude=True)  # means nothing here
 
 
-class FunctionName(Lenient):
+class FunctionName(Strict):
     """Which function."""
 
     name: str
 
 
-class ToolChoice(Lenient):
+class ToolChoice(Strict):
     """The function that has to be called."""
 
     type: Literal["function"]
@@ -232,8 +289,23 @@ class CompletionRequest(Sampling):
     response_format: ResponseFormat | None = None
 
 
-class Block(Lenient):
-    """A block of Anthropic's messages."""
+class TextBlock(Lenient):
+    """A block of text where there is no other."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Block(Kinds):
+    """A block of Anthropic's messages. Nobody here can read redacted thoughts."""
+
+    OWN = {
+        "text": (("text",), ()),
+        "thinking": (("thinking",), ()),
+        "redacted_thinking": ((), ()),
+        "tool_use": (("name",), ("id", "input")),
+        "tool_result": (("tool_use_id",), ("content", "is_error")),
+    }
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
@@ -242,7 +314,11 @@ class Block(Lenient):
     name: str | None = None
     input: Object | None = None
     tool_use_id: str | None = None
-    content: str | Many[Block] | None = None
+    content: str | Many[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
 
 
 class AnthropicMessage(Lenient):
@@ -251,41 +327,70 @@ class AnthropicMessage(Lenient):
     role: Literal["user", "assistant"]
     content: str | Many[Block]
 
+    @model_validator(mode="after")
+    def _own(self) -> Self:
+        for block in self.content:
+            if isinstance(block, Block) and block.type not in BLOCKS[self.role]:
+                raise ValueError(f"no {block.type} in a message of the {self.role}")
+        return self
 
-class AnthropicTool(Lenient):
-    """A tool of Anthropic's form."""
 
+class AnthropicTool(Strict):
+    """A tool of Anthropic's form. The last fields mean nothing here, as in `Function`."""
+
+    type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: Object
+    input_examples: Many[Object] | None = None
+    allowed_callers: Many[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+    strict: bool | None = None
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None
 
 
-class Thinking(Lenient):
-    """Whether to think, and for how many tokens."""
+class Thinking(Strict):
+    """Whether to think, for how many tokens, and whether to show it."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.type == "disabled" and self.budget_tokens is not None:
+            raise ValueError("no budget_tokens with type disabled")
+        return self
 
 
-class AnthropicChoice(Lenient):
+class AnthropicChoice(Strict):
     """Which tools to call."""
 
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name with type tool, and only then")
+        return self
 
-class OutputFormat(Lenient):
+
+class OutputFormat(Strict):
     """What the text must be."""
 
     type: Literal["json_schema"]
     schema_: Object = Field(alias="schema")
 
 
-class OutputConfig(Lenient):
-    """How the answer should be."""
+class OutputConfig(Strict):
+    """How the answer should be. The model knows no efforts (none is by `Thinking`)."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountRequest(Strict):
@@ -293,7 +398,7 @@ class CountRequest(Strict):
 
     model: str | None = None
     messages: Many[AnthropicMessage] = Field(min_length=1)
-    system: str | Many[Block] | None = None
+    system: str | Many[TextBlock] | None = None
     tools: Many[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
@@ -319,8 +424,16 @@ class MessagesRequest(Shared, CountRequest):
     service_tier: str | None = None
 
 
-class Item(Lenient):
-    """An item of the input of /v1/responses: a message, thoughts, a call, or what a call gave."""
+class Item(Kinds):
+    """An item of the input of /v1/responses: a message, thoughts, a call, or what a call gave. Thoughts that are only
+    encrypted or summed up are passed over."""
+
+    OWN = {
+        "message": (("role", "content"), ()),
+        "function_call": (("name",), ("call_id", "arguments")),
+        "function_call_output": (("output",), ("call_id", "name")),
+        "reasoning": ((), ("content",)),
+    }
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -331,35 +444,54 @@ class Item(Lenient):
     output: str | Many[Part] | None = None
 
 
-class TextFormat(Lenient):
-    """The format of /v1/responses' text."""
+class TextFormat(Strict):
+    """The format of /v1/responses' text, as in `ResponseFormat`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
     schema_: Object | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if self.type != "json_schema" and self.schema_ is not None:
+            raise ValueError("a schema only with type json_schema")
+        return self
 
 
-class TextOptions(Lenient):
-    """How the text should be."""
+class TextOptions(Strict):
+    """How the text should be. A verbosity means nothing here."""
 
     format: TextFormat | None = None
+    verbosity: str | None = None
 
 
-class Reasoning(Lenient):
-    """Whether to think."""
+class Reasoning(Strict):
+    """Whether to think. Thoughts are given whole, whatever summary is asked for; of earlier ones the model sees what
+    its chat template shows."""
 
     effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+    context: Literal["auto", "current_turn"] | None = None
+    mode: Literal["standard"] | None = None
 
 
-class FlatTool(Lenient):
-    """A tool of /v1/responses."""
+class FlatTool(Strict):
+    """A tool of /v1/responses, as in `Function`."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: Object | None = None
+    strict: bool | None = Field(None, exclude=True)
+    async_: Literal[False] | None = Field(None, alias="async", exclude=True)
+    allowed_callers: Many[Literal["direct"]] | None = Field(None, exclude=True)
+    defer_loading: Literal[False] | None = Field(None, exclude=True)
 
 
-class FlatChoice(Lenient):
+class FlatChoice(Strict):
     """The function that has to be called."""
 
     type: Literal["function"]
