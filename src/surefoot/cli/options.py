@@ -277,8 +277,9 @@ class ProveOptions:
     """What is to be proved, as given; lists are comma-separated. `surefoot.prove.settings` checks it."""
 
     model: Annotated[
-        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
-    ] = "surefoot-demo"
+        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name; of another family, too, "
+                     "which transformers runs (also from a .gguf file).", panel=MODEL)
+    ] = "surefoot-demo"  # fmt: skip
     device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
     dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "float32"
     prompts: Annotated[
