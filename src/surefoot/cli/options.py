@@ -57,6 +57,10 @@ class ModelOptions:
         str | None, _option("--draft-model", help="A second, smaller model to draft with.", panel=DRAFT)
     ] = None
     draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
+    min_confidence: Annotated[
+        float, _option("--min-confidence", help="End an MTP draft where the head's own probabilities multiply to less; "
+                       "0 never does.", panel=DRAFT)
+    ] = 0.0  # fmt: skip
 
 
 @dataclass(frozen=True)
