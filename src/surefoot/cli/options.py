@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, TypeVar, get_type_hints
 
 import typer
 
@@ -17,7 +17,11 @@ from surefoot.cli.files import read_text
 from surefoot.errors import InputError, shown
 from surefoot.sampling import SamplingParams, StructuredOutput
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Item = TypeVar("Item")
+Table = TypeVar("Table", bound="DataclassInstance")
 
 
 def _option(*names: str, help: str, panel: str) -> Any:
@@ -385,9 +389,7 @@ def listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...
         raise InputError(f"{name}: expected numbers separated by commas, found {shown(text)}") from None
 
 
-def takes(
-    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions] | type[DoctorOptions] | type[ProveOptions],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(kind: type[Table]) -> Callable[[Callable[Concatenate[Table, ...], None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""
     hints = get_type_hints(kind, include_extras=True)
@@ -401,7 +403,7 @@ def takes(
         for field in fields(kind)
     ]
 
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+    def wrap(command: Callable[Concatenate[Table, ...], None]) -> Callable[..., None]:
         own_hints = get_type_hints(command, include_extras=True)
         _, *own = inspect.signature(command).parameters.values()
         extra = [p.replace(kind=p.KEYWORD_ONLY, annotation=own_hints[p.name]) for p in own]
