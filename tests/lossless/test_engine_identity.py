@@ -77,6 +77,26 @@ def test_every_drafter_gives_the_plain_tokens(
     assert all(rejected.values()), rejected
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("drafter", ["mtp", "mtp+ngram", "mtp+suffix"])
+def test_a_head_that_stops_in_doubt_gives_the_plain_tokens(
+    checkpoint: Path, drafter: str, params: SamplingParams
+) -> None:
+    prompts = [[t % 8 for t in prompt] for prompt in PROMPTS]
+    plain = engine(checkpoint, "none", 0, "float32")
+    expected = [plain.generate(prompt, params).token_ids for prompt in prompts]
+    longest = []
+    for least in (0.0, 0.3):
+        ours = Engine.from_pretrained(checkpoint, drafter=drafter, draft_length=6, slots=2, max_len=128,
+                                      min_confidence=least)  # fmt: skip
+        found = ours.generate(prompts, params)
+        assert [out.token_ids for out in found] == expected, least
+        assert sum(out.stats.accepted for out in found)
+        steps = [*ours.stream(prompts[0][:2], params)]
+        longest.append(max(len(step.draft.tokens) for step in steps if step.draft.source == "mtp"))
+    assert longest[1] < longest[0] == 6
+
+
 def test_another_seed_gives_other_tokens(checkpoint: Path) -> None:
     """Negative control: identity under coupling is not identity of everything with everything."""
     plain = engine(checkpoint, "none", 0, "float32")

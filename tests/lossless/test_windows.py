@@ -18,7 +18,7 @@ from surefoot.engine.target import DecoderTarget
 from surefoot.loading.tiny import tiny_config
 from surefoot.model import Decoder
 from surefoot.model.tensors import random_tensors
-from surefoot.prove.caches import state_of
+from surefoot.prove.subject import state_of
 from surefoot.types import Window
 from tests.fakes import DEVICES
 
@@ -98,7 +98,7 @@ def test_windows_equal_single_steps(seed: int, dtype: torch.dtype, device: str) 
             done[slot] += keep
     for slot in range(SLOTS):
         plain(alone, tokens[slot][: start[slot]], tokens[slot][start[slot] : done[slot]])
-        for ours, reference in zip(state_of(target, slot), state_of(alone, 0), strict=True):
+        for (_, ours), (_, reference) in zip(state_of(target, slot), state_of(alone, 0), strict=True):
             assert torch.equal(ours, reference)
 
 
@@ -115,7 +115,7 @@ def test_every_accept_count_leaves_the_plain_state(keep: int) -> None:
         target.verify([Window(0, window)])
         target.commit(0, keep)
     plain(alone, tokens[:5], tokens[5 : 5 + 2 * keep])
-    for ours, reference in zip(state_of(target, 0), state_of(alone, 0), strict=True):
+    for (_, ours), (_, reference) in zip(state_of(target, 0), state_of(alone, 0), strict=True):
         assert torch.equal(ours, reference)
 
 
@@ -130,7 +130,7 @@ def test_a_stale_state_is_noticed() -> None:
     plain(alone, [1, 2, 3], [4, 5, 6])
     assert not all(
         ours.shape == reference.shape and torch.equal(ours, reference)
-        for ours, reference in zip(state_of(target, 0), state_of(alone, 0), strict=True)
+        for (_, ours), (_, reference) in zip(state_of(target, 0), state_of(alone, 0), strict=True)
     )
 
 
@@ -157,5 +157,5 @@ def test_prefill_does_not_depend_on_the_slot_or_its_past() -> None:
     for slot in (0, 1, 2):
         list(target.prefill(slot, prompt))
     for slot in (1, 2):
-        for ours, reference in zip(state_of(target, slot), state_of(target, 0), strict=True):
+        for (_, ours), (_, reference) in zip(state_of(target, slot), state_of(target, 0), strict=True):
             assert torch.equal(ours, reference)

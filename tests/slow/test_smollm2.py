@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from surefoot.adapters import TransformersTarget, speculate
+from surefoot.prove.run import prove
+from surefoot.prove.settings import Settings
 from surefoot.sampling import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -61,3 +63,10 @@ def test_ngram_drafting_keeps_every_token(loaded: tuple[Any, Any], dtype: torch.
         assert drafted.finish_reason == plain.finish_reason
         assert plain.stats.tokens_per_step == 1
         assert drafted.stats.tokens_per_step >= 2.5, name  # counted, not timed: the same on any machine
+
+
+def test_prove() -> None:
+    """All but the samples, which take minutes, and the law, which no model has a part in."""
+    pytest.importorskip("transformers")
+    found = prove(Settings(model=find_gguf(), quick=True), parts=["identity", "caches", "parity"])
+    assert found.passed, found.failures

@@ -150,6 +150,7 @@ def test_a_second_model_drafts() -> None:
         (("--weights", "fp8"), "fp8"),
         (("--max-len", 0), "max_len"),
         (("-d", "ngram", "--draft-vocab", 100), "draft_vocab"),
+        (("--min-confidence", 0.3), "min_confidence: expected with one of mtp, mtp+ngram, mtp+suffix"),
     ],
 )
 def test_refused_before_loading(options: tuple[object, ...], expected: str) -> None:

@@ -96,6 +96,13 @@ class TestGenerate:
             assert answer["settings"]["draft_vocab"] == str(wanted)
         assert "draft_vocab" in refused(call(*common, "-d", "ngram", "--draft-vocab", 5))
 
+    def test_a_head_that_stops_in_doubt(self, model: Path) -> None:
+        common = ("generate", "ababab", "-m", model, "-n", 24, "-d", "mtp", "-k", 6)
+        whole, cut = as_json(*common), as_json(*common, "--min-confidence", 0.9)
+        assert cut["token_ids"] == whole["token_ids"]
+        assert cut["stats"]["proposed"] < whole["stats"]["proposed"]
+        assert "min_confidence: expected at least 0 and below 1" in refused(call(*common, "--min-confidence", 1))
+
     def test_prompts_from_everywhere(self, model: Path, tmp_path: Path) -> None:
         (tmp_path / "p.txt").write_text("hé")
         common = ("-m", model, "-n", 5, "--json")

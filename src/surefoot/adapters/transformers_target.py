@@ -117,6 +117,16 @@ class TransformersTarget:
         """Crop the slot's cache to the mark."""
         self._caches[slot].crop(self._marks[slot] - self._caches[slot].get_seq_length())
 
+    def length(self, slot: int) -> int:
+        """Tokens that the slot holds, those of an open window and its padding among them."""
+        return int(self._caches[slot].get_seq_length())
+
+    def state(self, slot: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [Hkv, T, D] of what the slot holds, layer by layer."""
+        length = self.length(slot)
+        for layer in self._caches[slot].layers:
+            yield layer.keys[0, :, :length], layer.values[0, :, :length]
+
     def _window(self, slot: int, tokens: Seq[int]) -> Tensor:
         if slot in self._read:
             raise InputError(f"slot {slot}: expected its last window to be committed before the next")

@@ -17,12 +17,12 @@ from surefoot.errors import InputError
 from surefoot.loading.tiny import hf_config_dict
 
 
-def require_transformers() -> Any:
-    """The package. Raises InputError naming the extra that brings it."""
+def require_transformers(wanted: str = "against") -> Any:
+    """The package, for what is `wanted`. Raises InputError naming the extra that brings it."""
     try:
         import transformers
     except ImportError as error:
-        raise InputError("against: expected transformers to be installed (pip install 'surefoot[transformers]'), "
+        raise InputError(f"{wanted}: expected transformers to be installed (pip install 'surefoot[transformers]'), "
                          f"found: {error}") from error  # fmt: skip
     return transformers
 

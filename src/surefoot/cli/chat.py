@@ -19,7 +19,14 @@ from surefoot.cli.progress import LateBar
 from surefoot.cli.session import Run, TextStream
 from surefoot.drafters.draft_model import DraftModelDrafter
 from surefoot.engine.arguments import check_weights, parse_device, parse_dtype
-from surefoot.engine.drafting import NAMES, NEED_HEAD, check_drafter, check_takes_vocabulary, usual_draft_length
+from surefoot.engine.drafting import (
+    NAMES,
+    NEED_HEAD,
+    check_drafter,
+    check_takes_confidence,
+    check_takes_vocabulary,
+    usual_draft_length,
+)
 from surefoot.engine.engine import MAX_SIZE, Engine
 from surefoot.engine.loaded import LoadedModel
 from surefoot.errors import InputError, SurefootError, shown
@@ -80,6 +87,7 @@ class Models:
             raise InputError("--drafter draft-model: expected --draft-model, found none")
         if options.draft_vocab is not None:
             check_takes_vocabulary(options.drafter)
+        check_takes_confidence(options.drafter, options.min_confidence)
 
         def read(name: str, mtp: MtpPolicy) -> LoadedModel:
             with LateBar("loading") as bar:
@@ -105,10 +113,11 @@ class Models:
         else:
             chosen = drafter
         vocabulary = self.options.draft_vocab if drafter in (*NEED_HEAD, "auto") and chosen == drafter else None
+        least = self.options.min_confidence if drafter in NEED_HEAD else 0.0
         with LateBar("recording the step") as bar, torch.inference_mode():
             engine = Engine.over(self.loaded, drafter=chosen, draft_length=draft_length,
-                                 draft_vocab=number_or_file(vocabulary), prefix_cache_bytes=PREFIX_BYTES,
-                                 progress=bar)  # fmt: skip
+                                 draft_vocab=number_or_file(vocabulary), min_confidence=least,
+                                 prefix_cache_bytes=PREFIX_BYTES, progress=bar)  # fmt: skip
         for note in engine.notes:
             print(f"note: {note}", file=sys.stderr)
         return engine

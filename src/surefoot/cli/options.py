@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, TypeVar, get_type_hints
 
 import typer
 
@@ -17,7 +17,11 @@ from surefoot.cli.files import read_text
 from surefoot.errors import InputError, shown
 from surefoot.sampling import SamplingParams, StructuredOutput
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Item = TypeVar("Item")
+Table = TypeVar("Table", bound="DataclassInstance")
 
 
 def _option(*names: str, help: str, panel: str) -> Any:
@@ -57,6 +61,10 @@ class ModelOptions:
         str | None, _option("--draft-model", help="A second, smaller model to draft with.", panel=DRAFT)
     ] = None
     draft_vocab: Annotated[str | None, _option("--draft-vocab", help=DRAFT_VOCAB, panel=DRAFT)] = None
+    min_confidence: Annotated[
+        float, _option("--min-confidence", help="End an MTP draft where the head's own probabilities multiply to less; "
+                       "0 never does.", panel=DRAFT)
+    ] = 0.0  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -283,8 +291,9 @@ class ProveOptions:
     """What is to be proved, as given; lists are comma-separated. `surefoot.prove.settings` checks it."""
 
     model: Annotated[
-        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name.", panel=MODEL)
-    ] = "surefoot-demo"
+        str, _option("--model", "-m", help="A bundled name, a folder, or a hub id owner/name; of another family, too, "
+                     "which transformers runs (also from a .gguf file).", panel=MODEL)
+    ] = "surefoot-demo"  # fmt: skip
     device: Annotated[str, _option("--device", help="cpu, cuda or cuda:N.", panel=MODEL)] = "cpu"
     dtype: Annotated[str, _option("--dtype", help="float32, bfloat16 or float16.", panel=MODEL)] = "float32"
     prompts: Annotated[
@@ -386,9 +395,7 @@ def listed(name: str, text: str, kind: Callable[[str], Item]) -> tuple[Item, ...
         raise InputError(f"{name}: expected numbers separated by commas, found {shown(text)}") from None
 
 
-def takes(
-    kind: type[ModelOptions] | type[BenchOptions] | type[TuneOptions] | type[DoctorOptions] | type[ProveOptions],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(kind: type[Table]) -> Callable[[Callable[Concatenate[Table, ...], None]], Callable[..., None]]:
     """Turns a command into a function for typer, with the fields of `kind` as parameters, then the command's own; the
     command is called with a `kind` and its own parameters."""
     hints = get_type_hints(kind, include_extras=True)
@@ -402,7 +409,7 @@ def takes(
         for field in fields(kind)
     ]
 
-    def wrap(command: Callable[..., None]) -> Callable[..., None]:
+    def wrap(command: Callable[Concatenate[Table, ...], None]) -> Callable[..., None]:
         own_hints = get_type_hints(command, include_extras=True)
         _, *own = inspect.signature(command).parameters.values()
         extra = [p.replace(kind=p.KEYWORD_ONLY, annotation=own_hints[p.name]) for p in own]

@@ -155,6 +155,7 @@ def load_engine(options: ModelOptions, slots: int = 1) -> Engine:
             max_len=options.max_len,
             draft_model=options.draft_model,
             draft_vocab=number_or_file(options.draft_vocab),
+            min_confidence=options.min_confidence,
             progress=bar,
         )
     for note in engine.notes:

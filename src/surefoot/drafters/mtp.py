@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from surefoot.drafters.lane import Lane
-from surefoot.errors import InputError
+from surefoot.errors import InputError, shown
 from surefoot.kernels.rows import padded_rows
 from surefoot.model import DraftHead, MTPHead
 from surefoot.model.spans import Layout, into_passes
@@ -23,6 +23,13 @@ from surefoot.verify import draft_row, draft_token
 
 BULK_ROWS = 16  # observed rows above which a prefill pass fills the lane, not the draft's first pass
 MOST_PENDING = 64  # observed rows that may wait for a draft: while none is asked for, one bulk pass serves them all
+
+
+def check_confidence(min_confidence: float) -> None:
+    """Raise InputError for a threshold that no product of probabilities, or every one, falls below."""
+    number = isinstance(min_confidence, (int, float)) and not isinstance(min_confidence, bool)
+    if not number or not 0.0 <= min_confidence < 1.0:
+        raise InputError(f"min_confidence: expected at least 0 and below 1, found {shown(min_confidence)}")
 
 
 class MTPDrafter:
@@ -37,8 +44,7 @@ class MTPDrafter:
     def __init__(
         self, head: MTPHead, slots: int, min_confidence: float = 0.0, draft_head: DraftHead | None = None
     ) -> None:
-        if not 0.0 <= min_confidence < 1.0:
-            raise InputError(f"min_confidence: expected at least 0 and below 1, found {min_confidence}")
+        check_confidence(min_confidence)
         self._head = head
         self._lane = Lane(head, head.build_lane(slots), slots, MOST_PENDING)
         self._lm_head = draft_head or head.decoder

@@ -12,7 +12,7 @@ import torch
 from surefoot.cache.recurrent import MAX_WINDOW
 from surefoot.drafters.auto import DEEPEST, AutoDrafter
 from surefoot.drafters.combined import CombinedDrafter
-from surefoot.drafters.mtp import MTPDrafter
+from surefoot.drafters.mtp import MTPDrafter, check_confidence
 from surefoot.drafters.ngram import NgramDrafter
 from surefoot.drafters.none import NoDrafter
 from surefoot.drafters.suffix import SuffixDrafter
@@ -72,6 +72,14 @@ def check_takes_vocabulary(drafter: str | Drafter) -> None:
                          f"found drafter={shown(drafter)}")  # fmt: skip
 
 
+def check_takes_confidence(drafter: str | Drafter, min_confidence: float) -> None:
+    """Raise InputError for a `min_confidence` that is none, and for one above 0 with a drafter that it does not
+    concern. (The MTP head's own drafters: "auto" chooses lengths by another rule.)"""
+    check_confidence(min_confidence)
+    if min_confidence and (not isinstance(drafter, str) or drafter not in NEED_HEAD):
+        raise InputError(f"min_confidence: expected with one of {', '.join(NEED_HEAD)}, found drafter={shown(drafter)}")
+
+
 def draft_vocabulary(
     wanted: DraftVocab, vocab_size: int, eos_token_ids: Seq[int], folder: Path | None
 ) -> tuple[tuple[int, ...], list[str]]:
@@ -111,9 +119,11 @@ def build_drafter(
     head: MTPHead | None,
     slots: int,
     draft_head: DraftHead | None = None,
+    min_confidence: float = 0.0,
     profile: Callable[[], Profile] | None = None,
 ) -> Drafter:
-    """The drafter that `name` stands for; "auto" goes by the `profile`, which is asked for if it is needed."""
+    """The drafter that `name` stands for; "auto" goes by the `profile`, which is asked for if it is needed. The MTP
+    head's chains end by `min_confidence` (`MTPDrafter`), but not those of "auto"."""
     if name in NEED_HEAD and head is None:
         raise CheckpointError(f"drafter {name!r}: expected a checkpoint with an MTP head (mtp.* tensors), found none")
     if name == "none":
@@ -122,7 +132,8 @@ def build_drafter(
         return NgramDrafter()
     if name == "suffix":
         return SuffixDrafter()
-    mtp = None if head is None else MTPDrafter(head, slots, draft_head=draft_head)
+    least = min_confidence if name in NEED_HEAD else 0.0
+    mtp = None if head is None else MTPDrafter(head, slots, least, draft_head)
     if name == "auto":
         assert profile is not None
         known = profile()

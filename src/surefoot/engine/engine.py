@@ -25,6 +25,7 @@ from surefoot.engine.drafting import (
     DraftVocab,
     check_draft_length,
     check_drafter,
+    check_takes_confidence,
     check_takes_vocabulary,
     has_all,
     usual_draft_length,
@@ -110,6 +111,7 @@ class Engine:
         max_len: int = 4096,
         draft_model: str | Path | None = None,
         draft_vocab: DraftVocab | None = None,
+        min_confidence: float = 0.0,
         prefill_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
         progress: Callable[[int, int], None] | None = None,
@@ -123,7 +125,8 @@ class Engine:
         that the model has. `weights`: "whole" takes them as the checkpoint has them, "fp8" cuts those of linear
         layers to 8 bits, on a GPU of compute capability 8.9 or above. `draft_vocab` has the MTP head draft
         among some tokens alone (and the end ids): so many of the most frequent ones, a file with a JSON list of
-        ids, or ids; `notes` say where the most frequent ones come from.
+        ids, or ids; `notes` say where the most frequent ones come from. With `min_confidence` above 0 a draft of the
+        MTP head ends once the head's own probabilities multiply to less than that (on a GPU, in the host's loop).
         Prompts are read `prefill_chunk` tokens at a time (as many as suit the device, if not given), and up to
         `prefix_cache_bytes` of what was read are kept, to be used by prompts that begin with the same chunks.
         `progress(done, total)` follows the loading and then, from 0 again, the recording of a GPU's steps.
@@ -143,6 +146,7 @@ class Engine:
                              f"drafter={drafter!r}, draft_model={shown(draft_model)}")  # fmt: skip
         if draft_vocab is not None:
             check_takes_vocabulary(drafter)
+        check_takes_confidence(drafter, min_confidence)
         policy: MtpPolicy = "require" if drafter in NEED_HEAD else "if-present" if drafter == "auto" else "skip"
 
         def load(name: str | Path, mtp: MtpPolicy) -> LoadedModel:
@@ -157,7 +161,8 @@ class Engine:
                 target = loaded.target(slots)
                 drafter = DraftModelDrafter(load(draft_model, "skip").target(slots), target.vocab_size)
             return cls.over(loaded, drafter=drafter, draft_length=draft_length, slots=slots, draft_vocab=draft_vocab,
-                            prefix_cache_bytes=prefix_cache_bytes, progress=progress)  # fmt: skip
+                            min_confidence=min_confidence, prefix_cache_bytes=prefix_cache_bytes,
+                            progress=progress)  # fmt: skip
 
     @classmethod
     def over(
@@ -168,6 +173,7 @@ class Engine:
         draft_length: int | None = None,
         slots: int = 1,
         draft_vocab: DraftVocab | None = None,
+        min_confidence: float = 0.0,
         prefix_cache_bytes: int = 0,
         progress: Progress | None = None,
     ) -> Engine:
@@ -182,21 +188,23 @@ class Engine:
             notes.append("drafter 'auto': no MTP head that can be used, so drafts come from n-gram lookup")
         if draft_vocab is not None:
             check_takes_vocabulary(drafter)
+        check_takes_confidence(drafter, min_confidence)
         draft_head, said = model.draft_head(draft_vocab)
         notes += said
 
+        def named(name: str) -> Drafter:
+            return model.drafter(name, slots, draft_head, min_confidence)
+
         def host() -> tuple[Target, Drafter]:
-            return model.target(slots), model.drafter(drafter, slots, draft_head) if isinstance(
-                drafter, str
-            ) else drafter
+            return model.target(slots), named(drafter) if isinstance(drafter, str) else drafter
 
         device = None
-        if isinstance(drafter, str):
+        if isinstance(drafter, str) and not min_confidence:  # a recorded step drafts as many tokens each time
             device = model.device_target(drafter, draft_length, slots, draft_head, progress=progress)
         target, chosen = host() if device is None else (device, device.drafter)
         return cls(target, chosen, draft_length, tokenizer=model.tokenizer,
                    eos_token_ids=model.eos_token_ids, notes=notes, host=host, prefix_cache_bytes=prefix_cache_bytes,
-                   drafters=lambda name: model.drafter(name, slots, draft_head))  # fmt: skip
+                   drafters=named)  # fmt: skip
 
     def plain(self) -> Engine:
         """An engine that decodes plainly, over the same weights and slots; the two take turns."""

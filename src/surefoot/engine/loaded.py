@@ -68,7 +68,7 @@ class LoadedModel:
         self._fused: dict[int, FusedModel] = {}
         self._draft_heads: dict[tuple[int, ...], DraftHead] = {}
         self._device_targets: dict[tuple[str, int, int, DraftHead | None, Overwrite | None], DeviceTarget] = {}
-        self._drafters: dict[tuple[str, int, DraftHead | None], Drafter] = {}
+        self._drafters: dict[tuple[str, int, DraftHead | None, float], Drafter] = {}
 
     @property
     def config(self) -> ModelConfig:
@@ -197,14 +197,16 @@ class LoadedModel:
 
         return fits(self.config)
 
-    def drafter(self, name: str, slots: int, draft_head: DraftHead | None = None) -> Drafter:
+    def drafter(
+        self, name: str, slots: int, draft_head: DraftHead | None = None, min_confidence: float = 0.0
+    ) -> Drafter:
         """The drafter of this name for so many slots; asked again, the same one. The first "auto" of a model on a
         machine measures what steps cost there."""
-        key = (name, slots, draft_head)
+        key = (name, slots, draft_head, min_confidence)
         if key not in self._drafters:
             with torch.inference_mode():
                 self._drafters[key] = build_drafter(
-                    name, self.head, slots, draft_head,
+                    name, self.head, slots, draft_head, min_confidence,
                     lambda: profile_of(self.decoder, self.head, slots, draft_head),
                 )  # fmt: skip
         return self._drafters[key]

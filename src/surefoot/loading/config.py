@@ -88,7 +88,8 @@ def _is_moe(model_type: object) -> bool:
         return False
     if model_type in MOE_TYPES:
         return True
-    raise _wrong("model_type", f"one of {', '.join(DENSE_TYPES + MOE_TYPES)}", model_type)
+    known = ", ".join(DENSE_TYPES + MOE_TYPES)
+    raise _wrong("model_type", f"one of {known} (other families run through surefoot.TransformersTarget)", model_type)
 
 
 def _refuse_unsupported(raw: Json) -> None:

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from surefoot.cache import RecurrentCache
+from surefoot.drafters.draft_model import DraftTarget
 from surefoot.drafters.none import NoDrafter
 from surefoot.engine import loop
-from surefoot.engine.target import DecoderTarget
 from surefoot.prove.report import Check, Section
 from surefoot.prove.subject import Subject
 from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
-from surefoot.types import Draft, Drafter, Kept, Window
+from surefoot.types import Draft, Drafter, ResumableTarget, Window
 
 WINDOWS = 2  # drafts in a row, with the same number accepted of each
 ODD = 17  # tokens of the neighbour's prompt
-
-
-def state_of(target: DecoderTarget, slot: int) -> Iterator[Tensor]:
-    """Every cache tensor that a later step can read."""
-    target.cache.settle(slot)
-    for layer in target.cache.layers:
-        if isinstance(layer, RecurrentCache):
-            yield from (layer.state[slot], layer.conv_past(slot))
-        else:
-            yield from layer.read(slot, target.cache.length[slot])
 
 
 class Partly:
@@ -64,8 +52,9 @@ def prove_caches(subject: Subject) -> Section:
     depth = subject.settings.depths[-1]
     section = Section(
         "cache states",
-        f"After accepting 0 to {depth} of {depth} drafts, twice in a row, lengths, keys and values, recurrent states, "
-        "convolution inputs and the next logits are bit for bit those of plain decoding; the other slot is untouched.",
+        f"After accepting 0 to {depth} of {depth} drafts, twice in a row, lengths, keys and values, recurrent states "
+        "and convolution inputs (those that the model has), and the next logits are bit for bit those of plain "
+        "decoding; the other slot is untouched.",
     )
     with torch.inference_mode():
         plain: list[Plain] = []
@@ -76,7 +65,7 @@ def prove_caches(subject: Subject) -> Section:
                 section.check(name, partial(_after, subject, name, plain[0], depth, right))
             section.check("control: one token stale", lambda: _stale(subject, plain[0]))
         section.check("returning to a mark", lambda: _mark(subject))
-        section.check("putting back what was kept of a prompt", lambda: _keep(subject))
+        _keep(subject, section)
     return section
 
 
@@ -93,9 +82,9 @@ def _prompt(subject: Subject) -> list[int]:
     return subject.prompts[0][-48:]
 
 
-def _start(subject: Subject, drafter: Drafter, tokens: int) -> tuple[DecoderTarget, Sequence]:
+def _start(subject: Subject, drafter: Drafter, tokens: int) -> tuple[DraftTarget, Sequence]:
     """A target of two slots with a neighbour in the second, and a sequence whose prompt has been read in the first."""
-    target, prompt = subject.model.target(2), _prompt(subject)
+    target, prompt = subject.target(2), _prompt(subject)
     neighbour = [(31 * i + 7) % target.vocab_size for i in range(ODD)]
     for _ in target.prefill(1, neighbour):
         pass
@@ -111,7 +100,7 @@ def _plain(subject: Subject, tokens: int, into: list[Plain]) -> Check:
     target, sequence = _start(subject, drafter, tokens)
     plain = Plain(list(sequence.tokens), [])
     for _ in range(tokens):
-        plain.states.append([tensor.clone() for tensor in state_of(target, 0)])
+        plain.states.append(_copied(subject, 0))
         loop.step([sequence], drafter, target, 0)
     plain.tokens = sequence.output
     # The rows again, by windows of one: what the engine's own steps read.
@@ -127,9 +116,9 @@ def _plain(subject: Subject, tokens: int, into: list[Plain]) -> Check:
 
 
 def _after(subject: Subject, name: str, plain: Plain, depth: int, right: int) -> Check:
-    drafter = Partly(plain.tokens, right, subject.model.config.vocab_size)
+    drafter = Partly(plain.tokens, right, subject.vocab_size)
     target, sequence = _start(subject, drafter, len(plain.tokens))
-    beside = [tensor.clone() for tensor in state_of(target, 1)]
+    beside = _copied(subject, 1)
     accepted = []
     for _ in range(WINDOWS):
         accepted += [record.verdict.accepted for record in loop.step([sequence], drafter, target, depth)]
@@ -137,16 +126,16 @@ def _after(subject: Subject, name: str, plain: Plain, depth: int, right: int) ->
     emitted = len(sequence.output)
     if sequence.output != plain.tokens[:emitted]:
         problems.append("tokens differ from plain decoding's")
-    length, due = target.cache.length[0], len(sequence.tokens) - 1
+    length, due = subject.length(0), len(sequence.tokens) - 1
     if length != due:
         problems.append(f"length {length}, expected {due}")
     if emitted < len(plain.states):
-        problems += _differences(target, 0, plain.states[emitted])
+        problems += _differences(subject, 0, plain.states[emitted])
         row = target.verify([Window(0, (sequence.tokens[-1],))])[0].logits[0]
         if not torch.equal(row, plain.rows[emitted]):
             problems.append(f"the next logits differ by {(row - plain.rows[emitted]).abs().max().item():.3g}")
         target.commit(0, 1)
-    problems += [f"the other slot: {text}" for text in _differences(target, 1, beside)]
+    problems += [f"the other slot: {text}" for text in _differences(subject, 1, beside)]
     tensors = len(plain.states[0])
     return Check(
         name,
@@ -155,15 +144,17 @@ def _after(subject: Subject, name: str, plain: Plain, depth: int, right: int) ->
     )
 
 
-def _differences(target: DecoderTarget, slot: int, expected: Seq[Tensor]) -> list[str]:
+def _copied(subject: Subject, slot: int) -> list[Tensor]:
+    return [tensor.clone() for _, tensor in subject.state(slot)]
+
+
+def _differences(subject: Subject, slot: int, expected: Seq[Tensor]) -> list[str]:
     """The first tensor of the slot's state that is not the expected one."""
-    found = list(state_of(target, slot))
-    for number, (ours, due) in enumerate(zip(found, expected, strict=True)):
+    for (layer, ours), due in zip(subject.state(slot), expected, strict=True):
         if ours.shape != due.shape:
-            return [f"tensor {number}: {list(ours.shape)}, expected {list(due.shape)}"]
+            return [f"{layer}: {list(ours.shape)}, expected {list(due.shape)}"]
         if not torch.equal(ours, due):
-            kind = type(target.cache.layers[number // 2]).__name__
-            return [f"layer {number // 2} ({kind}) differs by {(ours - due).abs().max().item():.3g}"]
+            return [f"{layer} differs by {(ours - due).abs().max().item():.3g}"]
     return []
 
 
@@ -174,34 +165,41 @@ def _stale(subject: Subject, plain: Plain) -> Check:
     target.verify([Window(0, (sequence.tokens[-1], *plain.tokens[:2]))])
     target.commit(0, 2)
     return Check(
-        name, bool(_differences(target, 0, plain.states[3])), "a commit of two tokens is told from one of three"
+        name, bool(_differences(subject, 0, plain.states[3])), "a commit of two tokens is told from one of three"
     )
 
 
 def _mark(subject: Subject) -> Check:
     name = "returning to a mark"
     target, sequence = _start(subject, NoDrafter(), 8)
-    before, length = [tensor.clone() for tensor in state_of(target, 0)], target.cache.length[0]
+    before, length = _copied(subject, 0), subject.length(0)
     target.mark(0)
     target.verify([Window(0, (sequence.tokens[-1], 1, 2))])
     target.commit(0, 2)
     target.rewind(0)
-    problems = _differences(target, 0, before)
-    if target.cache.length[0] != length:
-        problems.insert(0, f"length {target.cache.length[0]}, expected {length}")
+    problems = _differences(subject, 0, before)
+    if subject.length(0) != length:
+        problems.insert(0, f"length {subject.length(0)}, expected {length}")
     return Check(name, not problems, "; ".join(problems) or f"the state of {length} tokens is back, bit for bit")
 
 
-def _keep(subject: Subject) -> Check:
+def _keep(subject: Subject, section: Section) -> None:
     name = "putting back what was kept of a prompt"
-    target, prompt = subject.model.target(2), _prompt(subject)
+    target, prompt = subject.target(2), _prompt(subject)
+    if isinstance(target, ResumableTarget):
+        section.check(name, lambda: _put_back(subject, target, name, prompt))
+    else:
+        section.notes.append(f"not applicable: {name} (of this target nothing is kept)")
+
+
+def _put_back(subject: Subject, target: ResumableTarget, name: str, prompt: list[int]) -> Check:
     for _ in target.prefill(0, prompt):
         pass
-    before = [tensor.clone() for tensor in state_of(target, 0)]
-    kept: Kept = target.keep(0, 0, len(prompt))
+    before = _copied(subject, 0)
+    kept = target.keep(0, 0, len(prompt))
     for _ in target.prefill(0, prompt[:1]):  # something else in between
         pass
     for _ in target.resume(0, prompt, [kept]):
         pass
-    problems = _differences(target, 0, before)
+    problems = _differences(subject, 0, before)
     return Check(name, not problems, "; ".join(problems) or f"{len(prompt)} tokens, bit for bit")

@@ -76,7 +76,7 @@ def explain(subject: Subject, number: int, right: Seq[int], found: Seq[int]) -> 
     prompt, plain, other = subject.prompts[number], right[place], found[place]
     ours = subject.row(prompt, right[:place])
     with torch.inference_mode():
-        book = subject.reference.logits(subject.reference.hidden([*prompt, *right[:place]])[-1:])[0]
+        book = subject.expected([*prompt, *right[:place]], len(prompt) + place - 1)[0]
     gap = (ours[plain] - ours[other]).item()
     near = abs(gap) <= 2 * subject.tolerance * ours.std().item()
     return told | {

@@ -47,7 +47,7 @@ def prove_law(settings: Settings) -> Section:
     section.check("accept() alone", lambda: _accept_alone(settings.seed))
     section.check("control: a drafter that lies about q", lambda: _lie(target, Liar(other, lie=target)))
     section.check("random numbers", lambda: _numbers(settings.seed))
-    seeds = 500 if settings.quick else 1500
+    seeds = 5 * settings.sample_count // 2
     ways: list[tuple[str, Drafter, int]] = [("coupled", NoDrafter(), 0), ("rejection", NoDrafter(), 0)]
     steady, unlike = steady_rows(*STEADY), steady_rows(*OTHER)
     ways += [(rule, drafter, 2) for rule in ("coupled", "rejection") for drafter in (Sampled(unlike), Argmax(steady))]

@@ -13,38 +13,58 @@ from surefoot.model.spans import Layout
 from surefoot.prove.identity import GREEDY
 from surefoot.prove.reference import Reference
 from surefoot.prove.report import Check, Section
-from surefoot.prove.subject import Subject
-from surefoot.types import Window
+from surefoot.prove.subject import CheckpointSubject, Subject
+from surefoot.types import Target, Window
 
 WINDOWS = ((1, 1), (3, 3), (4, 2), (2, 1), (5, 4), (1, 1), (4, 1), (3, 2))  # (tokens read, tokens kept)
 MOST_TOKENS = 128
 CHUNK = 16
+BOOK = "a plain float32 implementation that shares nothing with the engine"
+LIBRARY = "the library's own pass over the whole text in float32, without a cache"
 
 
 def prove_parity(subject: Subject) -> Section:
-    """Prompts read at once, windows with refused drafts, the tokens of plain decoding, the MTP head; a wrong norm."""
+    """Prompts, windows with refused drafts, the tokens of plain decoding; of a checkpoint its MTP head; a control."""
+    own = isinstance(subject, CheckpointSubject)
     section = Section(
-        "textbook reference",
-        "The logits are those of a plain float32 implementation that shares nothing with the engine, up to rounding: "
-        f"{subject.tolerance:g} of their standard deviation.",
+        "textbook reference" if own else "library reference",
+        f"The logits are those of {BOOK if own else LIBRARY}, up to rounding: {subject.tolerance:g} of their standard "
+        "deviation.",
     )
     with torch.inference_mode():
         tokens = [token for prompt in subject.prompts for token in prompt][:MOST_TOKENS]
         tokens = (tokens * (1 + 40 // len(tokens)))[: max(40, len(tokens))]
-        hidden = subject.reference.hidden(tokens)
-        expected = subject.reference.logits(hidden)
-        chunked = DecoderTarget(subject.model.decoder, 1, CHUNK)
-        whole = "a prompt read at once"
-        section.check(whole, lambda: _prompt(subject, whole, subject.model.target(1), tokens, expected))
-        pieces = f"a prompt read {CHUNK} tokens at a time"
-        section.check(pieces, lambda: _prompt(subject, pieces, chunked, tokens, expected))
-        section.check("windows with refused drafts", lambda: _windows(subject, chunked, tokens, expected))
-        section.check("tokens of plain decoding", lambda: _output(subject))
-        if subject.model.head is not None:
-            head = subject.model.head
-            section.check("MTP head", lambda: _head(subject, head, hidden, tokens))
-        section.check("control: a norm without its 1 +", lambda: _wrong_norm(subject, tokens[:16], expected[:16]))
+        if isinstance(subject, CheckpointSubject):
+            _of_a_checkpoint(section, subject, tokens)
+        else:
+            _of_a_guest(section, subject, tokens)
     return section
+
+
+def _of_a_checkpoint(section: Section, subject: CheckpointSubject, tokens: list[int]) -> None:
+    hidden = subject.reference.hidden(tokens)
+    expected = subject.reference.logits(hidden)
+    chunked = DecoderTarget(subject.model.decoder, 1, CHUNK)
+    whole = "a prompt read at once"
+    section.check(whole, lambda: _prompt(subject, whole, subject.target(1), tokens, expected))
+    pieces = f"a prompt read {CHUNK} tokens at a time"
+    section.check(pieces, lambda: _prompt(subject, pieces, chunked, tokens, expected))
+    section.check("windows with refused drafts", lambda: _windows(subject, chunked, tokens, expected))
+    section.check("tokens of plain decoding", lambda: _output(subject))
+    if subject.model.head is not None:
+        head = subject.model.head
+        section.check("MTP head", lambda: _head(subject, head, hidden, tokens))
+    section.check("control: a norm without its 1 +", lambda: _wrong_norm(subject, tokens[:16], expected[:16]))
+    section.notes.append(subject.source)
+
+
+def _of_a_guest(section: Section, subject: Subject, tokens: list[int]) -> None:
+    expected = subject.expected(tokens)
+    section.check("prompts read at once", lambda: _ends(subject, "prompts read at once"))
+    section.check("windows with refused drafts", lambda: _windows(subject, subject.target(1), tokens, expected))
+    section.check("tokens of plain decoding", lambda: _output(subject))
+    section.check("control: another first token", lambda: _other_text(subject, tokens, expected))
+    section.notes.append("not applicable: the textbook has Qwen3.5's family only")
 
 
 def _compared(subject: Subject, name: str, ours: Tensor, expected: Tensor) -> Check:
@@ -59,7 +79,13 @@ def _prompt(subject: Subject, name: str, target: DecoderTarget, tokens: list[int
     return _compared(subject, name, target.score(tokens), expected)
 
 
-def _windows(subject: Subject, target: DecoderTarget, tokens: list[int], expected: Tensor) -> Check:
+def _ends(subject: Subject, name: str) -> Check:
+    """What follows each prompt."""
+    ours = torch.stack([subject.row(prompt, ()) for prompt in subject.prompts])
+    return _compared(subject, name, ours, torch.cat([subject.expected(p, len(p) - 1) for p in subject.prompts]))
+
+
+def _windows(subject: Subject, target: Target, tokens: list[int], expected: Tensor) -> Check:
     """Behind a prompt of two chunks, windows of several sizes, of which a part is kept, until the text ends."""
     done = start = CHUNK + 3
     for _ in target.prefill(0, tokens[:done]):
@@ -83,7 +109,7 @@ def _output(subject: Subject) -> Check:
     prompt = subject.prompts[0][-64:]
     params = replace(GREEDY, max_new_tokens=subject.settings.new_tokens)
     output = subject.plain().generate(prompt, params).token_ids
-    rows = subject.reference.logits(subject.reference.hidden([*prompt, *output[:-1]])[len(prompt) - 1 :])
+    rows = subject.expected([*prompt, *output[:-1]], len(prompt) - 1)
     behind = (rows.amax(-1) - rows.gather(1, torch.tensor(output)[:, None])[:, 0]) / rows.std()
     best = int((behind == 0).sum())
     worst = behind.max().item()
@@ -92,7 +118,7 @@ def _output(subject: Subject) -> Check:
                  f"deviation behind it, expected at most {2 * subject.tolerance:g}")  # fmt: skip
 
 
-def _head(subject: Subject, head: MTPHead, hidden: Tensor, tokens: list[int]) -> Check:
+def _head(subject: CheckpointSubject, head: MTPHead, hidden: Tensor, tokens: list[int]) -> Check:
     """The head's logits, from the reference's hidden states, read at once and in windows. A fault here costs
     acceptance, not tokens."""
     decoder, following = head.decoder, tokens[1:]
@@ -108,9 +134,16 @@ def _head(subject: Subject, head: MTPHead, hidden: Tensor, tokens: list[int]) ->
     return _compared(subject, "MTP head", decoder.bulk_logits(torch.cat(parts)), expected)
 
 
-def _wrong_norm(subject: Subject, tokens: list[int], expected: Tensor) -> Check:
+def _wrong_norm(subject: CheckpointSubject, tokens: list[int], expected: Tensor) -> Check:
     """What the comparison is for: a scale of w in the place of 1 + w must stand out."""
     book = subject.reference
     other = Reference(book.config, book.read, scale_of=lambda w: w)
     found = _compared(subject, "", other.logits(other.hidden(tokens)), expected)
     return Check("control: a norm without its 1 +", not found.passed, found.seen.replace("at most", "more than"))
+
+
+def _other_text(subject: Subject, tokens: list[int], expected: Tensor) -> Check:
+    """What the comparison is for: a context of which one token is another must stand out."""
+    other = subject.expected([(tokens[0] + 1) % subject.vocab_size, *tokens[1:]])
+    found = _compared(subject, "", other[1:], expected[1:])
+    return Check("control: another first token", not found.passed, found.seen.replace("at most", "more than"))

@@ -49,7 +49,7 @@ def prove_samples(subject: Subject) -> Section:
     s = subject.settings
     section = Section(
         "two samples",
-        f"{s.sample_count} continuations of {LENGTH} tokens by each drafter, sampled by the p/q rule, cannot be told "
+        f"{subject.samples} continuations of {LENGTH} tokens by each drafter, sampled by the p/q rule, cannot be told "
         "from as many of plain decoding with other seeds, and those of another temperature can.",
     )
     drafters = [name for name in subject.drafters if name != "auto" and not (s.quick and "+" in name)]
@@ -81,7 +81,7 @@ def draw(subject: Subject, way: Way, block: int) -> Drawn:
     first = (s.seed + block * 10**7) % 2**63
     prompt = subject.prompts[0][-PROMPT_TAIL:] * 2
     answers = subject.engine(way.drafter, way.depth, SLOTS, PREFIXES).generate(
-        [prompt] * s.sample_count, [replace(way.params, seed=first + number) for number in range(s.sample_count)]
+        [prompt] * subject.samples, [replace(way.params, seed=first + number) for number in range(subject.samples)]
     )
     stats = [answer.stats for answer in answers]
     return Drawn(Counter(tuple(answer.token_ids) for answer in answers), sum(one.accepted for one in stats),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from surefoot.engine.drafting import NAMES, NEED_HEAD, check_draft_length
+from surefoot.engine.drafting import NAMES, check_draft_length
 from surefoot.errors import InputError
 from surefoot.sampling import MAX_SEED, require_int
 
@@ -64,16 +64,11 @@ class Settings:
 
     @property
     def sample_count(self) -> int:
-        """Short continuations of each way to sample."""
+        """Short continuations of each way to sample; two and a half times as many seeds on the table."""
         return self.samples or (200 if self.quick else 600)
 
-    def drafters_of(self, with_head: bool) -> Seq[str]:
-        """The drafters to prove. Raises InputError for one that needs an MTP head that is not there."""
-        missing = [name for name in self.drafters if name in NEED_HEAD and not with_head]
-        if missing:
-            raise InputError(
-                f"drafters: expected those that need no MTP head (the checkpoint has none), found {missing}"
-            )
-        if self.drafters:
-            return self.drafters
-        return [name for name in BY_NAME if with_head or name not in NEED_HEAD]
+    def drafters_among(self, supported: Seq[str], why: str) -> Seq[str]:
+        """The drafters to prove, of those that the model supports. Raises InputError for another one."""
+        if others := [name for name in self.drafters if name not in supported]:
+            raise InputError(f"drafters: expected some of {', '.join(supported)} ({why}), found {', '.join(others)}")
+        return self.drafters or tuple(supported)
