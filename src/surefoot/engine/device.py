@@ -147,7 +147,7 @@ class DeviceStep:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._text = Text(slots, progress.length, progress.tokens, numbers(batch, depth))
-        self._starts = numbers(depth + 1, model.slots)
+        self._starts, self._waiting = numbers(depth + 1, model.slots), numbers(model.slots)
         self._offsets = torch.arange(-1, depth, dtype=torch.int32, device=device)[:, None]
         window = depth + 1
         self._choices, self._bad = numbers(batch * window), numbers(batch * window)
@@ -185,7 +185,6 @@ class DeviceStep:
                window=window)  # fmt: skip
         accept(text.drafts, self._choices, self._bad, self._requests, text.slots, text.length, text.tokens,
                progress.replay, self._accepted, self._following, self.report, self._rejection)  # fmt: skip
-        progress.fresh.copy_(progress.replay)
 
     def record(self) -> None:
         """Make `launch` the replay of a CUDA graph. No slot may be in use."""
@@ -208,11 +207,14 @@ class DeviceStep:
         """The head, chained: the first row of the draft comes from the target's hidden states."""
         model, text = self._model, self._text
         torch.add(text.length, self._offsets, out=self._starts)
-        torch.sub(text.length, model.progress.fresh, out=self._starts[0])
+        torch.sub(text.length, model.progress.laned, out=self._waiting)
         head, ids = self._draft_head, None if self._draft_head is None else self._draft_head.ids
         for j in range(self._depth):
-            start = self._starts[j]
-            logits = model.draft_next(text, start, head) if j else model.draft_first(text, start, self._depth + 1, head)
+            if j:
+                logits = model.draft_next(text, self._starts[j], head)
+            else:
+                logits = model.draft_first(text, self._waiting, self._depth + 1, head)
+                model.progress.laned.copy_(text.length)
             if self._draft_logits is not None:
                 rows = self._draft_logits[:, j]
                 rows.copy_(logits) if ids is None else rows.index_copy_(1, ids, logits)
@@ -294,8 +296,7 @@ class DeviceTarget:
                               self._draft_head, self._overwrite, self._size)  # fmt: skip
             if self._slots.is_cuda:
                 # While it is recorded, no slot is in use; what the step writes all the same is put back.
-                progress = self.model.progress
-                touched = (self._slots, progress.fresh, progress.hidden)
+                touched = (self._slots, self.model.progress.laned)
                 before = [tensor.clone() for tensor in touched]
                 self._slots.fill_(-1)
                 free, _ = torch.cuda.mem_get_info(self._slots.device)
