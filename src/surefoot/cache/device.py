@@ -22,7 +22,8 @@ class Progress:
     """Per slot, int32: `tokens` [S, L] prompt and output; `length` [S], how many of them the target has read (the
     token at that index is the last emitted one); `replay` [S], how many of the last window's tokens the recurrent
     states have yet to take in; `laned` [S], how many positions the MTP head's lane holds, those up to `length` being
-    yet to come. `hidden` [S, 2^n, H] float32: post-norm states, that of position p in row p mod 2^n; two windows fit."""
+    yet to come. `hidden` [S, 2^n, H] float32: post-norm states, that of position p in row p mod 2^n; there is room for
+    two windows."""
 
     tokens: Tensor
     length: Tensor

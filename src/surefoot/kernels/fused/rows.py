@@ -74,7 +74,9 @@ def head_inputs_reference(
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
     embedded = norm(table[text.ids(start, 1, window)].float(), norms[0])
-    states = [hidden[slot, ring_rows(start, slot, window, hidden.shape[1])] for slot in text.slots.clamp(min=0).tolist()]
+    states = [
+        hidden[slot, ring_rows(start, slot, window, hidden.shape[1])] for slot in text.slots.clamp(min=0).tolist()
+    ]
     out.copy_(torch.cat([embedded, norm(torch.cat(states), norms[1])], dim=-1))
 
 
