@@ -63,6 +63,7 @@ class Dictated(FusedModel):
         super().__init__(decoder, head, 1, FUSED_WINDOW)
         self.told = torch.full_like(self.progress.tokens, -1)
 
+    @torch.inference_mode()
     def dictate(self, text: Seq[int]) -> None:
         """From now on this text, of which the prompt is the beginning."""
         self.told.fill_(-1)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from surefoot.cache.prefix import PrefixCache, keep_layers
+from surefoot.drafters.auto import DEEPEST
 from surefoot.drafters.combined import MIN_MATCH
 from surefoot.drafters.lane import Lane
 from surefoot.drafters.none import NoDrafter
@@ -251,8 +252,8 @@ class LaneFill:
 class DeviceTarget:
     """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs.
 
-    "auto" has a step for every depth from 0, plain decoding, to `draft_length`, which `depths` chooses among (the
-    longest of them, as long as nobody has set it). A plain step leaves the head's lane behind; it is filled before more
+    "auto" has a step for every depth from 0, plain decoding, to `draft_length`, which `depths` chooses among (always
+    the longest, until `choose_by`). A plain step leaves the head's lane behind; it is filled before more
     states wait than a draft takes in or than there is room for. The host counts them as if all drafts in flight were
     kept. Steps that judge by the p/q rule have one depth, `fixed`.
     """
@@ -265,9 +266,9 @@ class DeviceTarget:
         self.reader = DeviceReader(model, drafter, chunk)
         self.drafter, self.chunk = self.reader.drafter, self.reader.chunk
         self._overwrite = overwrite
-        self.most = 0 if drafter == "none" else draft_length
         self.chooses = drafter == "auto"
-        self.fixed = min(DRAFT_LENGTH, draft_length) if self.chooses else self.most
+        self.most = 0 if drafter == "none" else min(draft_length, DEEPEST) if self.chooses else draft_length
+        self.fixed = min(DRAFT_LENGTH, self.most) if self.chooses else self.most
         self.depths: Depths = FixedDepth(self.most)
         self.arm: DeviceDrafterName = drafter
         if self.chooses:

@@ -267,7 +267,8 @@ class FusedModel:
         leave nothing there that counts."""
         laned = self.progress.laned
         self._take_in(text, laned, self.progress.hidden, self.window)
-        torch.minimum(laned + self.window, text.length, out=laned)
+        torch.add(laned, self.window, out=laned)
+        torch.minimum(laned, text.length, out=laned)
 
     def _take_in(self, text: Text, start: Tensor, hidden: Tensor, window: int) -> Tensor:
         """The head's block over states [S, 2^n, H] at their positions from start[slot] on; the stream
