@@ -73,7 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--weights", choices=WEIGHTS, default="whole")
-    parser.add_argument("--drafter", choices=("none", "ngram", "mtp", "mtp+ngram"), default="mtp")
+    parser.add_argument("--drafter", choices=("none", "ngram", "mtp", "mtp+ngram", "auto"), default="mtp")
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--draft-vocab", type=int, help="tokens that the MTP head drafts among")
     parser.add_argument("--context", type=int, default=512, help="tokens of a prompt")
@@ -135,6 +135,8 @@ def record(target: DeviceTarget, args: argparse.Namespace) -> list[Event]:
     launched: list[None] = []
     for step in target.steps.values():
         step.launch = guarded(step.launch, launched)
+    for fill in target.fills.values():
+        fill.launch = guarded(fill.launch, [])
     params = SamplingParams(max_new_tokens=new_tokens(args), temperature=args.temperature, ignore_eos=True)
     prompts = random_prompts(target.vocab_size, args.batch, args.context)
     records = target.run([Sequence(0, prompt, params, len(prompt) + params.max_new_tokens) for prompt in prompts])

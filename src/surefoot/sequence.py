@@ -92,6 +92,11 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def emitted(self) -> int:
+        """How many tokens have been emitted."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def room(self) -> int:
         """How many more tokens may be emitted."""
         return self.limit - len(self.tokens)

@@ -211,4 +211,4 @@ def test_warming_up_tells_how_far_it_is(device: torch.device) -> None:
     target, told = DeviceTarget(FusedModel(decoder, head, 3, 2), "mtp", 1), []
     target.warm_up(progress=lambda done, total: told.append((done, total)))
     assert told == [(1, 3), (2, 3), (3, 3)]
-    assert list(target.steps) == [(1, False), (2, False), (3, False)]
+    assert list(target.steps) == [(size, False, 1) for size in (1, 2, 3)]

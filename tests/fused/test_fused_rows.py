@@ -55,12 +55,15 @@ def test_embeddings_and_head_inputs(device: torch.device) -> None:
 
 
 def test_final_norm(device: torch.device) -> None:
+    """States go to their positions' rows of their slots' rings; a sequence without a slot leaves them alone."""
     x, scale = random(9, HIDDEN).to(device), random(HIDDEN, seed=1).to(device)
-    slots, count = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([2, 0, 1], [0, 2, 3]))
-    for last, room in ((None, 4), ((slots, count), 1)):
+    slots, start = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([2, -1, 1], [0, 2, 3]))
+    for last, room in ((False, 4), (True, 1)):
         found, expected = (torch.full((3, room, HIDDEN), 7.0, device=device) for _ in range(2))
-        narrow, other = (torch.full((9 if last is None else 3, HIDDEN), torch.nan, device=device) for _ in range(2))
-        final_norm(x, scale, found, narrow, window=3, eps=1e-6, last=last)
-        final_norm_reference(x, scale, expected, other, window=3, eps=1e-6, last=last)
+        narrow, other = (torch.full((3 if last else 9, HIDDEN), torch.nan, device=device) for _ in range(2))
+        final_norm(x, scale, slots, start, found, narrow, window=3, eps=1e-6, last=last)
+        final_norm_reference(x, scale, slots, start, expected, other, window=3, eps=1e-6, last=last)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(narrow, other, rtol=1e-5, atol=1e-6)
+        assert (found[0] == 7).all()
+        torch.testing.assert_close(found[1, 0], narrow[-1], rtol=1e-5, atol=1e-6)

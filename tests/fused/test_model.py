@@ -71,7 +71,9 @@ def test_windows_agree_with_the_plain_model(
             found = model.score(window_text(model, [-1, 1], [[-1] * 3, drafts]), WINDOW)[WINDOW:]
             torch.testing.assert_close(found, expected.logits, rtol=1e-3, atol=1e-3)
             assert expected.hidden is not None
-            torch.testing.assert_close(model.progress.hidden[1], expected.hidden, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(
+                model.progress.hidden[1, ring(model, position, WINDOW)], expected.hidden, rtol=1e-3, atol=1e-3
+            )
             target.commit(1, keep)
             position += keep
             model.progress.length[1] = position
@@ -113,15 +115,19 @@ def test_drafts_agree_with_the_plain_head(device: torch.device, moe: bool) -> No
         hidden = torch.randn(20, config.hidden_size, generator=generator).to(device)
         lane = head.build_lane(2)
         position = 0
-        for fresh in (2, 4, 1):  # hidden states of positions that the target has read since the head last ran
-            model.progress.hidden[1, :fresh] = hidden[position : position + fresh]
-            model.progress.fresh[1] = fresh
+        for fresh in (2, 4, 1, 7):  # hidden states of positions that the target has read since the head last ran
+            model.progress.hidden[1, ring(model, position, fresh)] = hidden[position : position + fresh]
+            model.progress.laned[1] = position
             known = position + fresh  # the last emitted token's index
             model.progress.length[1] = known
             model.progress.tokens[1, : known + 1] = torch.tensor(text[: known + 1])
             drafts = window_text(model, [-1, 1], [[-1] * 3, text[known + 1 : known + 4]])
-            began = torch.tensor([0, position], dtype=torch.int32, device=device)
-            found = model.draft_first(drafts, began, WINDOW)[1].clone()
+            began = torch.tensor([0, known], dtype=torch.int32, device=device)
+            if fresh > WINDOW:
+                model.fill_lane(drafts)
+                assert int(model.progress.laned[1]) == position + WINDOW
+            found = model.draft_first(drafts, model.progress.length - model.progress.laned, WINDOW)[1].clone()
+            model.progress.laned[1] = known
             states = head.decode(
                 hidden[position:known], text[position + 1 : known + 1], lane, layout_of(position, fresh, device)
             )
@@ -142,15 +148,21 @@ def test_a_draft_head_gives_its_tokens_logits(device: torch.device, ids: list[in
     model, _ = build(small(False), device, quantise)
     start(model, 0, [1, 2, 3])
     start(model, 1, [4, 5])
-    text, began = window_text(model, [0, 1], [[5] * 3] * 2), model.progress.length - 1
+    text, began = window_text(model, [0, 1], [[5] * 3] * 2), model.progress.length
     draft_head, chained = DraftHead(model.decoder, ids), model._chained
-    for draft in (partial(model.draft_first, text, began, WINDOW), partial(model.draft_next, text, began)):
+    waiting = torch.ones_like(began)
+    for draft in (partial(model.draft_first, text, waiting, WINDOW), partial(model.draft_next, text, began)):
         before = chained.clone()
         whole = draft().clone()
         chained.copy_(before)
         found = draft(draft_head=draft_head)
         assert found.shape == (2, len(ids))
         torch.testing.assert_close(found, whole[:, ids], rtol=1e-4, atol=1e-4)
+
+
+def ring(model: FusedModel, position: int, count: int) -> list[int]:
+    """Rows of `progress.hidden` of so many positions."""
+    return [place % model.progress.hidden.shape[1] for place in range(position, position + count)]
 
 
 def layout_of(position: int, count: int, device: torch.device) -> Layout:

@@ -21,13 +21,14 @@ from surefoot.kernels.fused.delta import DeltaState
 class Progress:
     """Per slot, int32: `tokens` [S, L] prompt and output; `length` [S], how many of them the target has read (the
     token at that index is the last emitted one); `replay` [S], how many of the last window's tokens the recurrent
-    states have yet to take in; `fresh` [S], how many of the last hidden states the MTP lane has yet to take in.
-    `hidden` [S, W, H] float32: post-norm states of the last window."""
+    states have yet to take in; `laned` [S], how many positions the MTP head's lane holds, those up to `length` being
+    yet to come. `hidden` [S, 2^n, H] float32: post-norm states, that of position p in row p mod 2^n; there is room for
+    two windows."""
 
     tokens: Tensor
     length: Tensor
     replay: Tensor
-    fresh: Tensor
+    laned: Tensor
     hidden: Tensor
 
     @classmethod
@@ -37,8 +38,9 @@ class Progress:
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(slots, *shape, dtype=torch.int32, device=device)
 
-        tokens = numbers(max_len + window)
-        return cls(tokens, numbers(), numbers(), numbers(), torch.zeros(slots, window, hidden, device=device))
+        rows = 1 << (2 * window - 1).bit_length()
+        return cls(numbers(max_len + window), numbers(), numbers(), numbers(),
+                   torch.zeros(slots, rows, hidden, device=device))  # fmt: skip
 
     def start(self, slot: int, tokens: Seq[int], hidden: Tensor | None) -> None:
         """The target has read all of the prompt but its last token; `hidden` [H] is its post-norm state behind it (None
@@ -47,9 +49,9 @@ class Progress:
         self.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32).to(device)
         self.length[slot] = len(tokens) - 1
         self.replay[slot] = 0
-        self.fresh[slot] = int(hidden is not None)
+        self.laned[slot] = behind = max(0, len(tokens) - 2)  # the last state's place in the lane waits for its token
         if hidden is not None:
-            self.hidden[slot, 0] = hidden
+            self.hidden[slot, behind % self.hidden.shape[1]] = hidden
 
 
 class DeltaSlots:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from surefoot.cli.options import Options
 from surefoot.cli.session import Run, Session, TextStream
 from surefoot.drafters.auto import AutoDrafter
+from surefoot.engine.depths import ChosenDepth
 from surefoot.engine.engine import Engine
 from surefoot.engine.stats import Stats
 
@@ -100,14 +101,15 @@ def _setting(engine: Engine) -> str:
 
 
 def _choices(engine: Engine) -> list[str]:
-    """What a drafter that chooses has chosen so far."""
-    if not isinstance(engine.drafter, AutoDrafter):
+    """What a drafter that chooses has chosen so far, or a device's target that does."""
+    chooser = getattr(engine.target, "depths", engine.drafter)
+    if not isinstance(chooser, (AutoDrafter, ChosenDepth)):
         return []
     steps: dict[str, list[int]] = {}
-    for (arm, depth), count in sorted(engine.drafter.choices.items()):
+    for (arm, depth), count in sorted(chooser.choices.items()):
         steps.setdefault(arm.split("-")[0], []).extend([depth] * count)
     arms = [f"{arm} at {len(d)}" + (f" ({sum(d) / len(d):.1f} tokens)" if any(d) else "") for arm, d in steps.items()]
-    return [f"chosen: {', '.join(arms)} steps; {engine.drafter.probed} of them to learn"]
+    return [f"chosen: {', '.join(arms)} steps; {chooser.probed} of them to learn"]
 
 
 def _acceptance(stats: Stats) -> str:

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from surefoot.drafters.combined import Pair
 from surefoot.drafters.mtp import MTPDrafter
 from surefoot.drafters.ngram import Match, NgramDrafter
 from surefoot.drafters.none import NoDrafter
-from surefoot.drafters.policy import Guard, Option, Probes, Rates, StepCosts, fastest
+from surefoot.drafters.policy import Experience, Lore, Option, StepCosts, begin, fastest, second_to
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter
 
@@ -30,18 +30,15 @@ PRIORS: dict[str, tuple[float, ...]] = {  # chances by place, until a profile or
     MTP: (0.75, 0.65, 0.6, 0.55, 0.55, 0.5, 0.5, 0.5),
     **{name: (chance,) * DEEPEST for name, chance in zip(COPIES, (0.2, 0.35, 0.5, 0.7, 0.85, 0.93), strict=True)},
 }
-LASTING = 0.99  # what a judged draft counts for other sequences once another has been judged
 CONTEXTS = 64  # costs are looked up for contexts rounded to this many tokens
 PLAIN = NoDrafter.name
 
 
 @dataclass
 class _Run:
-    """What is known of one sequence: its rates and probes by arm, what it may lose, and the step it is in."""
+    """What is known of one sequence, and the step it is in."""
 
-    rates: dict[str, Rates]
-    probes: dict[str, Probes]
-    guard: Guard = field(default_factory=Guard)
+    known: Experience
     pick: Option | None = None
     drafted: int = 0
     cost: float = 1.0
@@ -68,8 +65,7 @@ class AutoDrafter(Pair[Match]):
         super().__init__(first, then)
         self._costs = costs
         self._has_head = not isinstance(then, NoDrafter)
-        self._priors = {**PRIORS, **priors}
-        self._shared = {arm: Rates(prior, LASTING) for arm, prior in self._priors.items()}
+        self._lore = Lore({**PRIORS, **priors})
         self._runs: dict[Sequence, _Run] = {}
         self._tables: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
         self.choices: Counter[tuple[str, int]] = Counter()
@@ -104,12 +100,11 @@ class AutoDrafter(Pair[Match]):
             return
         emitted = len(sequence.tokens) - 1 - position
         kept = min(emitted - 1, run.drafted)
-        run.guard.add(emitted, run.cost)
+        run.known.guard.add(emitted, run.cost)
         if run.drafted:
-            run.rates[run.pick.arm].judge(run.drafted, kept)
-            run.probes[run.pick.arm].judge(_emitted(sequence), kept)
+            run.known.judge(run.pick.arm, run.drafted, kept, sequence.emitted)
             if not sequence.params.by_ratio:
-                self._shared[run.pick.arm].judge(run.drafted, kept)
+                self._lore.judge(run.pick.arm, run.drafted, kept)
         run.pick = None
 
     def release(self, sequence: Sequence) -> None:
@@ -119,27 +114,24 @@ class AutoDrafter(Pair[Match]):
 
     def learned(self) -> dict[str, tuple[float, ...]]:
         """Chances by arm and place, as all sequences have taught them: priors for another time."""
-        return {arm: tuple(rates.chances()) for arm, rates in self._shared.items()}
+        return self._lore.learned()
 
     def _menu(self, sequence: Sequence, depth: int, match: Match | None, batch: int) -> list[Option]:
         """What the sequence may do next, plain decoding first."""
         run = self._runs.get(sequence)
         if run is None:
-            run = self._runs[sequence] = self._begin(sequence)
+            held = self._lore.priors if sequence.params.by_ratio else self._lore.learned()
+            run = self._runs[sequence] = _Run(begin(held))
         passes, chains = self._table(1 if sequence.params.by_ratio else batch, len(sequence.tokens))
         menu = [Option(PLAIN, 0, 1.0, passes[0])]
         arms = [] if match is None else [COPIES[bisect_right(MATCHES, match.length) - 1]]
         for arm in [*arms, MTP] if self._has_head else arms:
-            tokens = run.rates[arm].tokens()
+            tokens = run.known.rates[arm].tokens()
             for length in range(1, min(depth, DEEPEST) + 1):
                 seconds = passes[length] + (chains[length] if arm == MTP else 0.0)
-                if run.guard.allows(seconds / passes[0]):
+                if run.known.guard.allows(seconds / passes[0]):
                     menu.append(Option(arm, length, tokens[length], seconds))
         return menu
-
-    def _begin(self, sequence: Sequence) -> _Run:
-        held = self._priors if sequence.params.by_ratio else {a: own.chances() for a, own in self._shared.items()}
-        return _Run({arm: Rates(prior) for arm, prior in held.items()}, {arm: Probes() for arm in held})
 
     def _table(self, batch: int, context: int) -> tuple[list[float], list[float]]:
         """A sequence's share of a pass, and of the head's drafts, by the length of the draft."""
@@ -155,12 +147,11 @@ class AutoDrafter(Pair[Match]):
 
     def _probe(self, sequence: Sequence, run: _Run, menu: list[Option]) -> Option:
         """Plain decoding, which pays best, or what comes next after it if that should be tried again."""
-        plain, emitted = menu[0], _emitted(sequence)
-        due = [option for option in menu[1:] if run.probes[option.arm].due(emitted)]
+        due = run.known.due(menu, sequence.emitted)
         if not due:
-            return plain
+            return menu[0]
         self.probed += 1
-        return max(due, key=lambda option: option.tokens - option.seconds / plain.seconds)
+        return second_to(menu[0], due)
 
     def _ask_head(self, sequences: Seq[Sequence], drafts: list[Draft]) -> None:
         """Put the head's drafts in their places; it is asked once."""
@@ -170,7 +161,3 @@ class AutoDrafter(Pair[Match]):
             answers = self._then.propose([sequences[place] for place, _ in picks], [depth for _, depth in picks])
             for (place, _), draft in zip(picks, answers, strict=True):
                 drafts[place] = draft
-
-
-def _emitted(sequence: Sequence) -> int:
-    return len(sequence.tokens) - sequence.prompt_length

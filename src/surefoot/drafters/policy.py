@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 MEMORY = 0.88  # what a judged draft counts once another has been judged: about the last eight matter
+LASTING = 0.99  # the same where other sequences are concerned
 PRIOR = 2.0  # how many judged drafts a prior is worth at first; it is forgotten as they are
 GUARDED = 256  # tokens of a span over which a loss is bounded
 UNGUARDED = 64  # tokens at a request's beginning that no span has in it
@@ -214,3 +216,48 @@ class Probes:
         """A draft was judged when so many tokens had been emitted: what is being tried need not be tried soon."""
         self._interval = self.FIRST if kept else min(2 * self._interval, self.LAST)
         self._due = tokens + (1 if kept else self._interval)
+
+
+@dataclass
+class Experience:
+    """What is known of one sequence's drafts: rates and probes by arm, and what it may lose."""
+
+    rates: dict[str, Rates]
+    probes: dict[str, Probes]
+    guard: Guard = field(default_factory=Guard)
+
+    def judge(self, arm: str, drafted: int, kept: int, emitted: int) -> None:
+        """Of a draft of `drafted` tokens the first `kept` were kept; the output has `emitted` tokens now."""
+        self.rates[arm].judge(drafted, kept)
+        self.probes[arm].judge(emitted, kept)
+
+    def due(self, menu: Seq[Option], emitted: int) -> list[Option]:
+        """The menu's options behind its first, plain decoding, that should be tried again."""
+        return [option for option in menu[1:] if self.probes[option.arm].due(emitted)]
+
+
+class Lore:
+    """What the drafts of all sequences have taught: chances by arm and place, in front of a sequence's own. `priors`
+    are those in front of any."""
+
+    def __init__(self, priors: Mapping[str, Seq[float]]) -> None:
+        self.priors = priors
+        self._shared = {arm: Rates(prior, LASTING) for arm, prior in priors.items()}
+
+    def learned(self) -> dict[str, tuple[float, ...]]:
+        """Chances by arm and place: priors for another time."""
+        return {arm: tuple(rates.chances()) for arm, rates in self._shared.items()}
+
+    def judge(self, arm: str, drafted: int, kept: int) -> None:
+        """See `Rates.judge`."""
+        self._shared[arm].judge(drafted, kept)
+
+
+def begin(chances: Mapping[str, Seq[float]]) -> Experience:
+    """A new sequence, of whose arms so much is held."""
+    return Experience({arm: Rates(prior) for arm, prior in chances.items()}, {arm: Probes() for arm in chances})
+
+
+def second_to(plain: Option, due: Seq[Option]) -> Option:
+    """Of the options that should be tried again, the one that loses least."""
+    return max(due, key=lambda option: option.tokens - option.seconds * plain.tokens / plain.seconds)

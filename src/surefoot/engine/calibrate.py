@@ -88,15 +88,23 @@ def _measure_batch(
     calls = {(size, 0): partial(read, size, 0) for size in windows}
     ends = (windows[0], windows[-1])
     calls |= {(size, further): partial(read, size, further) for size in ends if further > NEAR}
-    seconds = {key: s / burst for key, s in _least(calls, rewind, decoder.device).items()}
+    seconds = {key: s / burst for key, s in least(calls, rewind, decoder.device).items()}
+    return *fitted(seconds, windows, further), _measure_drafts(head, slots, text, context, draft_head)
+
+
+def fitted(
+    seconds: Mapping[tuple[int, int], float], windows: Seq[int], further: int
+) -> tuple[tuple[float, ...], tuple[float, float]]:
+    """`StepCosts.verify` and `by_context` of a batch size, from the seconds of every window at no further context, and
+    of the first and last one at so much."""
     passes = [seconds[size, 0] for size in windows]
     passes = [min(passes[place:]) for place in range(len(passes))]  # fewer tokens never cost more
-    slope = (0.0, 0.0)
+    slope, ends = (0.0, 0.0), (windows[0], windows[-1])
     if further > NEAR and len(windows) > 1:
         added = [max(0.0, seconds[size, further] - seconds[size, 0]) / further for size in ends]
         by_token = max(0.0, added[1] - added[0]) / (ends[1] - ends[0])
         slope = (max(0.0, added[0] - by_token * ends[0]), by_token)
-    return tuple(passes), slope, _measure_drafts(head, slots, text, context, draft_head)
+    return tuple(passes), slope
 
 
 def _measure_drafts(
@@ -119,30 +127,36 @@ def _measure_drafts(
             drafter.propose(sequences, [depth] * slots)
 
     longer = min(CHAIN, len(text) - context)
-    seconds = _least({depth: partial(draft, depth) for depth in (1, longer)}, lambda: None, head.decoder.device)
+    seconds = least({depth: partial(draft, depth) for depth in (1, longer)}, lambda: None, head.decoder.device)
     first, further = seconds[1] / BURST, max(0.0, seconds[longer] - seconds[1]) / BURST
     return first, further / max(1, longer - 1)
 
 
-def _least(
+def least(
     calls: Mapping[Name, Callable[[], None]], before: Callable[[], None], device: torch.device
 ) -> dict[Name, float]:
     """The least seconds of each call over a few rounds in which they take turns, each after `before`."""
 
     def timed(call: Callable[[], None]) -> float:
         before()
-        _wait(device)
+        return _seconds_of(call, device)
+
+    found = {name: timed(call) for name, call in calls.items()}
+    for _ in range(SLOW_ROUNDS if max(found.values()) > SLOW_S else ROUNDS):
+        found = {name: min(found[name], timed(call)) for name, call in calls.items()}
+    return found
+
+
+def _seconds_of(call: Callable[[], None], device: torch.device) -> float:
+    """By the device's own clock, if it is a GPU."""
+    if device.type != "cuda":
         start = time.perf_counter()
         call()
-        _wait(device)
         return time.perf_counter() - start
-
-    least = {name: timed(call) for name, call in calls.items()}
-    for _ in range(SLOW_ROUNDS if max(least.values()) > SLOW_S else ROUNDS):
-        least = {name: min(least[name], timed(call)) for name, call in calls.items()}
-    return least
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.cuda.synchronize(device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    call()
+    ended.record()
+    torch.cuda.synchronize(device)
+    return float(began.elapsed_time(ended)) / 1000

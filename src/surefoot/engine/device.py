@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from surefoot.cache.prefix import PrefixCache, keep_layers
+from surefoot.drafters.auto import DEEPEST
 from surefoot.drafters.combined import MIN_MATCH
 from surefoot.drafters.lane import Lane
 from surefoot.drafters.none import NoDrafter
+from surefoot.drafters.policy import StepCosts
+from surefoot.engine.depths import ChosenDepth, Depths, FixedDepth
+from surefoot.engine.drafting import DRAFT_LENGTH
 from surefoot.engine.loop import Failed, StepRecord
 from surefoot.engine.prompts import Progress, read
 from surefoot.engine.runner import Runner, Ways, drain
@@ -33,15 +37,17 @@ from surefoot.kernels.fused.launch import recorded
 from surefoot.kernels.fused.rows import Text
 from surefoot.model import DraftHead
 from surefoot.model.fused import FusedModel
+from surefoot.sampling import SamplingParams
 from surefoot.sequence import Sequence
 from surefoot.types import Draft, Drafter, Kept, Verdict
 from surefoot.verify.fused.acceptance import RECORD, Rejection, accept
 from surefoot.verify.fused.requests import Requests
 from surefoot.verify.fused.sampling import Workspace, choose, draw_draft
 
-DeviceDrafterName = Literal["none", "ngram", "mtp", "mtp+ngram"]
+DeviceDrafterName = Literal["none", "ngram", "mtp", "mtp+ngram", "auto"]
 DEVICE_DRAFTERS = get_args(DeviceDrafterName)
 AHEAD = 2  # steps in flight
+Recordable = TypeVar("Recordable", "DeviceStep", "LaneFill")
 
 
 class StepDrafter(NoDrafter):
@@ -130,12 +136,14 @@ class DeviceStep:
     """One step for the first `batch` slots: up to `depth` draft tokens each, verification, acceptance, commit.
 
     `sampled` steps can judge by the p/q rule; the others serve greedy and coupled requests only, and cost less. Ids
-    from `size` on have no token and never come.
+    from `size` on have no token and never come. The head's lane takes in `taken` of the states that wait in front of a
+    draft: no more may wait then. As many as a window has, if not given; a step without the head leaves them waiting.
     """
 
     def __init__(self, model: FusedModel, requests: Requests, slots: Tensor, drafter: DeviceDrafterName,
                  depth: int, sampled: bool, draft_head: DraftHead | None = None,
-                 overwrite: Overwrite | None = None, size: int | None = None) -> None:  # fmt: skip
+                 overwrite: Overwrite | None = None, size: int | None = None,
+                 taken: int | None = None) -> None:  # fmt: skip
         assert not (sampled and overwrite), "an overwritten draft has no distribution"
         self._model, self._requests, self._drafter, self._depth = model, requests, drafter, depth
         self._draft_head, self._overwrite = draft_head, overwrite
@@ -147,9 +155,10 @@ class DeviceStep:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._text = Text(slots, progress.length, progress.tokens, numbers(batch, depth))
-        self._starts = numbers(depth + 1, model.slots)
+        self._starts, self._waiting = numbers(depth + 1, model.slots), numbers(model.slots)
         self._offsets = torch.arange(-1, depth, dtype=torch.int32, device=device)[:, None]
         window = depth + 1
+        self._taken = window if taken is None else taken
         self._choices, self._bad = numbers(batch * window), numbers(batch * window)
         self._unread = numbers(batch)
         self._accepted, self._following = numbers(batch), numbers(batch)
@@ -185,7 +194,6 @@ class DeviceStep:
                window=window)  # fmt: skip
         accept(text.drafts, self._choices, self._bad, self._requests, text.slots, text.length, text.tokens,
                progress.replay, self._accepted, self._following, self.report, self._rejection)  # fmt: skip
-        progress.fresh.copy_(progress.replay)
 
     def record(self) -> None:
         """Make `launch` the replay of a CUDA graph. No slot may be in use."""
@@ -208,11 +216,14 @@ class DeviceStep:
         """The head, chained: the first row of the draft comes from the target's hidden states."""
         model, text = self._model, self._text
         torch.add(text.length, self._offsets, out=self._starts)
-        torch.sub(text.length, model.progress.fresh, out=self._starts[0])
+        torch.sub(text.length, model.progress.laned, out=self._waiting)
         head, ids = self._draft_head, None if self._draft_head is None else self._draft_head.ids
         for j in range(self._depth):
-            start = self._starts[j]
-            logits = model.draft_next(text, start, head) if j else model.draft_first(text, start, self._depth + 1, head)
+            if j:
+                logits = model.draft_next(text, self._starts[j], head)
+            else:
+                logits = model.draft_first(text, self._waiting, self._taken, head)
+                model.progress.laned.copy_(text.length)
             if self._draft_logits is not None:
                 rows = self._draft_logits[:, j]
                 rows.copy_(logits) if ids is None else rows.index_copy_(1, ids, logits)
@@ -220,8 +231,32 @@ class DeviceStep:
                        self._unread, window=1, offset=j, ids=ids)  # fmt: skip
 
 
+class LaneFill:
+    """Takes states that wait into the head's lane for the first `batch` slots, a window of them."""
+
+    def __init__(self, model: FusedModel, slots: Tensor) -> None:
+        progress = model.progress
+        self._model = model
+        self._text = Text(slots, progress.length, progress.tokens, torch.zeros_like(slots)[:, None])
+        self.launch: Callable[[], None] = self.run
+
+    def run(self) -> None:
+        """A window; `progress.laned` follows."""
+        self._model.fill_lane(self._text)
+
+    def record(self) -> None:
+        """Make `launch` the replay of a CUDA graph. No slot may be in use."""
+        self.launch = recorded(self.run)
+
+
 class DeviceTarget:
-    """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs."""
+    """The fused model with a drafter in its step, and the runner of its requests. All slots are idle between runs.
+
+    "auto" has a step for every depth from 0, plain decoding, to `draft_length`, which `depths` chooses among (always
+    the longest, until `choose_by`). A plain step leaves the head's lane behind; it is filled before more
+    states wait than a draft takes in or than there is room for. The host counts them as if all drafts in flight were
+    kept. Steps that judge by the p/q rule have one depth, `fixed`.
+    """
 
     def __init__(self, model: FusedModel, drafter: DeviceDrafterName, draft_length: int,
                  draft_head: DraftHead | None = None, overwrite: Overwrite | None = None,
@@ -230,22 +265,38 @@ class DeviceTarget:
         self.vocab_size, self.max_len, self.slots = model.decoder.config.vocab_size, model.decoder.max_len, model.slots
         self.reader = DeviceReader(model, drafter, chunk)
         self.drafter, self.chunk = self.reader.drafter, self.reader.chunk
-        self._name, self._overwrite = drafter, overwrite
-        self._depth = 0 if drafter == "none" else draft_length
+        self._overwrite = overwrite
+        self.chooses = drafter == "auto"
+        self.most = 0 if drafter == "none" else min(draft_length, DEEPEST) if self.chooses else draft_length
+        self.fixed = min(DRAFT_LENGTH, self.most) if self.chooses else self.most
+        self.depths: Depths = FixedDepth(self.most)
+        self.arm: DeviceDrafterName = drafter
+        if self.chooses:
+            self.arm = "ngram" if model.head is None else "mtp+ngram"
+        self._waiting = [0] * model.slots
         device = model.decoder.device
         self._requests = Requests.empty(model.slots, device)
         self._slots = torch.full((model.slots,), -1, dtype=torch.int32, device=device)
-        self.steps: dict[tuple[int, bool], DeviceStep] = {}
+        self.steps: dict[tuple[int, bool, int], DeviceStep] = {}
+        self.fills: dict[int, LaneFill] = {}
         self.graph_bytes = 0  # what the device had less of when steps were recorded
 
     def warm_up(self, sampled: bool = False, progress: Progress | None = None) -> None:
         """Compile and record the steps of every batch size that are not recorded yet. `progress(done, total)` counts
         batch sizes."""
-        sizes = list(_sizes(self.slots))
+        sizes = list(sizes_of(self.slots))
         for done, size in enumerate(sizes, start=1):
-            self._step(size, sampled)
+            for depth in range(self.most + 1) if self.chooses and not sampled else [self.fixed]:
+                self._step(size, sampled, depth)
+            if self.chooses and self.model.head is not None:
+                self._fill(size)
             if progress is not None:
                 progress(done, len(sizes))
+
+    def choose_by(self, costs: StepCosts, priors: Mapping[str, Seq[float]]) -> None:
+        """Choose the depth of every step by the costs of whole steps, of which `rehearsal.measure_steps` has some;
+        `priors`: chances by place, where there are any for this drafter."""
+        self.depths = ChosenDepth(costs, self.arm, self.most, self.fixed, priors.get(self.arm))
 
     def runner(self, ways: Ways) -> DeviceRunner:
         """What runs requests with this target's step; one at a time."""
@@ -271,40 +322,90 @@ class DeviceTarget:
         slot = sequence.slot
         self._requests.set(slot, sequence.params, sequence.limit)
         self._slots[slot] = slot
+        self._waiting[slot] = 1
         if self._overwrite is not None:
             self._overwrite.start(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Let the step pass over the slot."""
         self._slots[sequence.slot] = -1
+        self.depths.release(sequence)
         self.drafter.release(sequence)
 
     def launch(self, running: Seq[Sequence]) -> Flight:
         """Start a step for all of these, which are all that have entered and not left."""
         slots = [sequence.slot for sequence in running]
-        size = next(size for size in _sizes(self.slots) if size > max(slots))
-        step = self._step(size, any(sequence.params.by_ratio for sequence in running))
+        size = next(size for size in sizes_of(self.slots) if size > max(slots))
+        sampled = any(sequence.params.by_ratio for sequence in running)
+        depth = self.depths.choose(running, size)
+        if self.chooses and self.model.head is not None:
+            self._make_room(slots, size, depth)
+        step = self._step(size, sampled, depth)
         step.launch()
-        return Flight(list(running), step.report, self.drafter.name)
+        return Flight(list(running), step.report, self.arm if depth else NoDrafter.name)
 
-    def _step(self, size: int, sampled: bool) -> DeviceStep:
+    def rehearse(self, size: int, context: int) -> None:
+        """Put the first `size` slots behind so many tokens that mean nothing, for `replay`; `rest` comes after it."""
+        progress = self.model.progress
+        for slot in range(size):
+            self._requests.set(slot, SamplingParams(), self.max_len)
+            self._slots[slot] = slot
+        progress.length[:size] = context
+        progress.laned[:size] = context - 1
+        progress.replay[:size] = 1
+
+    def replay(self, size: int, depth: int) -> None:
+        """A step of theirs whose outcome is not read."""
+        self._step(size, False, depth).launch()
+
+    def rest(self) -> None:
+        """Empty all slots, whatever stands in them."""
+        self._slots.fill_(-1)
+        for slot in range(self.slots):
+            self.model.prefill_cache.reset(slot)
+            self.model.progress.start(slot, [0], None)
+
+    def _make_room(self, slots: Seq[int], size: int, depth: int) -> None:
+        """Fill the lanes of these slots until a step of so many draft tokens may follow; count what it leaves."""
+        window = depth + 1
+        most = self.most + 1 if depth else self.model.progress.hidden.shape[1] - window
+        while any(self._waiting[slot] > most for slot in slots):
+            self._fill(size).launch()
+            for slot in slots:
+                self._waiting[slot] = max(0, self._waiting[slot] - self.model.window)
+        for slot in slots:
+            self._waiting[slot] = window if depth else self._waiting[slot] + window
+
+    def _step(self, size: int, sampled: bool, depth: int) -> DeviceStep:
         """The step for the first `size` slots, recorded on first use."""
-        if (size, sampled) not in self.steps:
-            step = DeviceStep(self.model, self._requests, self._slots[:size], self._name, self._depth, sampled,
-                              self._draft_head, self._overwrite, self._size)  # fmt: skip
-            if self._slots.is_cuda:
-                # While it is recorded, no slot is in use; what the step writes all the same is put back.
-                progress = self.model.progress
-                touched = (self._slots, progress.fresh, progress.hidden)
-                before = [tensor.clone() for tensor in touched]
-                self._slots.fill_(-1)
-                free, _ = torch.cuda.mem_get_info(self._slots.device)
-                step.record()
-                self.graph_bytes += max(0, free - torch.cuda.mem_get_info(self._slots.device)[0])
-                for tensor, value in zip(touched, before, strict=True):
-                    tensor.copy_(value)
-            self.steps[size, sampled] = step
-        return self.steps[size, sampled]
+        key = (size, sampled, depth)
+        if key not in self.steps:
+            taken = self.most + 1 if self.chooses else None
+            self.steps[key] = self._recorded(
+                DeviceStep(self.model, self._requests, self._slots[:size], self.arm, depth, sampled,
+                           self._draft_head, self._overwrite, self._size, taken)
+            )  # fmt: skip
+        return self.steps[key]
+
+    def _fill(self, size: int) -> LaneFill:
+        """What fills the lanes of the first `size` slots, recorded on first use."""
+        if size not in self.fills:
+            self.fills[size] = self._recorded(LaneFill(self.model, self._slots[:size]))
+        return self.fills[size]
+
+    def _recorded(self, step: Recordable) -> Recordable:
+        """The step, recorded where there is a GPU. Meanwhile no slot is in use; what is written all the same is put
+        back."""
+        if self._slots.is_cuda:
+            touched = (self._slots, self.model.progress.laned)
+            before = [tensor.clone() for tensor in touched]
+            self._slots.fill_(-1)
+            free, _ = torch.cuda.mem_get_info(self._slots.device)
+            step.record()
+            self.graph_bytes += max(0, free - torch.cuda.mem_get_info(self._slots.device)[0])
+            for tensor, value in zip(touched, before, strict=True):
+                tensor.copy_(value)
+        return step
 
 
 class Flight:
@@ -376,7 +477,10 @@ class DeviceRunner(Runner):
         if not self._flights or not (len(self._flights) >= AHEAD or not self._running or self._prompts.waiting):
             return  # at once while requests wait for a slot, which an ending may free
         failed: dict[Sequence, Exception] = {}
-        self._events += self._flights.popleft().land(failed.setdefault)
+        records = self._flights.popleft().land(failed.setdefault)
+        self._events += records
+        for record in records:
+            self._target.depths.landed(record)
         for sequence in list(self._running):
             if sequence.finish_reason is not None or sequence in failed:
                 self._let_go(sequence, "error", failed.get(sequence))
@@ -385,7 +489,7 @@ class DeviceRunner(Runner):
         self._target.leave(sequence)
 
 
-def _sizes(slots: int) -> Iterator[int]:
+def sizes_of(slots: int) -> Iterator[int]:
     """Batch sizes that have a step of their own: powers of two, and all slots."""
     size = 1
     while size < slots:

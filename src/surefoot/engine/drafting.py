@@ -57,10 +57,10 @@ def check_draft_length(drafter: str, draft_length: int, device: torch.device) ->
 
 
 def usual_draft_length(drafter: str, wanted: int | None, device: torch.device) -> int:
-    """`wanted`, or how many tokens the drafter of this name drafts where nobody said: 3, but "auto" on a CPU, which may
-    draft fewer at any step, chooses among more. Raises InputError for a number that it cannot use."""
+    """`wanted`, or how many tokens the drafter of this name drafts where nobody said: 3, but "auto", which may draft
+    fewer at any step, chooses among more. Raises InputError for a number that it cannot use."""
     if wanted is None:
-        wanted = DEEPEST if drafter == AutoDrafter.name and device.type == "cpu" else DRAFT_LENGTH
+        wanted = DEEPEST if drafter == AutoDrafter.name else DRAFT_LENGTH
     check_draft_length(drafter, wanted, device)
     return wanted
 

@@ -119,9 +119,9 @@ class Engine:
         """Load a bundled model ("surefoot-demo"), a Hugging Face folder, or a hub id.
 
         `drafter`: "none", "ngram", "suffix", "mtp", "mtp+ngram", "mtp+suffix", "draft-model" (needs `draft_model`, any
-        second checkpoint of this family with the same vocabulary), "auto" (on a CPU, at each step whichever of none,
-        n-gram and MTP is fastest), or a Drafter of your own. A step drafts at most `draft_length` tokens (3; "auto" on
-        a CPU 8). `slots` prompts decode together; `max_len` bounds prompt and output of each, as do the positions
+        second checkpoint of this family with the same vocabulary), "auto" (at each step whichever of none,
+        n-gram and MTP is fastest), or a Drafter of your own. A step drafts at most `draft_length` tokens (3; "auto"
+        8). `slots` prompts decode together; `max_len` bounds prompt and output of each, as do the positions
         that the model has. `weights`: "whole" takes them as the checkpoint has them, "fp8" cuts those of linear
         layers to 8 bits, on a GPU of compute capability 8.9 or above. `draft_vocab` has the MTP head draft
         among some tokens alone (and the end ids): so many of the most frequent ones, a file with a JSON list of

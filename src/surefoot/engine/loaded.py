@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence as Seq
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,7 +13,7 @@ import torch
 
 from surefoot.config import ModelConfig
 from surefoot.engine.drafting import NEED_HEAD, DraftVocab, build_drafter, draft_vocabulary
-from surefoot.engine.profile import profile_of
+from surefoot.engine.profile import kept_profile, profile_file, profile_of
 from surefoot.engine.target import DecoderTarget
 from surefoot.errors import InputError
 from surefoot.kernels.linear import LinearFactory
@@ -163,8 +164,6 @@ class LoadedModel:
             return None
         from surefoot.engine.device import DEVICE_DRAFTERS, DeviceTarget
 
-        if drafter == "auto":
-            drafter = "ngram" if self.head is None else "mtp"
         if drafter not in DEVICE_DRAFTERS or (drafter in NEED_HEAD and self.head is None):
             return None
         depth = 0 if drafter == "none" else draft_length
@@ -176,8 +175,18 @@ class LoadedModel:
                     size=None if self.tokenizer is None else self.tokenizer.vocab_size or None, chunk=self._chunk,
                 )  # fmt: skip
                 target.warm_up(progress=progress)
+                if target.chooses:
+                    self._let_choose(target, draft_head)
                 self._device_targets[key] = target
         return self._device_targets[key]
+
+    def _let_choose(self, target: DeviceTarget, draft_head: DraftHead | None) -> None:
+        """Give the target's steps' costs to what chooses among them; they are measured where no profile has them."""
+        from surefoot.engine.rehearsal import measure_steps
+
+        file = profile_file(self.decoder, self.head, draft_head, recorded=target.most)
+        known = kept_profile(file, target.slots, partial(measure_steps, target))
+        target.choose_by(known.costs, known.priors)
 
     def fused(self, slots: int) -> FusedModel:
         """The model as the GPU's step runs it, with caches for so many slots; asked again, the same one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -38,10 +38,15 @@ class Profile:
 
 
 def profile_file(
-    decoder: Decoder, head: MTPHead | None, draft_head: DraftHead | None = None, folder: Path | None = None
+    decoder: Decoder,
+    head: MTPHead | None,
+    draft_head: DraftHead | None = None,
+    folder: Path | None = None,
+    recorded: int | None = None,
 ) -> Path:
     """Where the profile of such a model on this machine is kept: in `folder`, the user's own if not given. The name has
-    a digest of all that costs depend on: shapes, weights' types, device, threads and versions."""
+    a digest of all that costs depend on: shapes, weights' types, device, threads and versions. `recorded`: it is about
+    a device's own steps of up to so many draft tokens, not about the host's loop."""
     told: dict[str, Any] = {
         "format": FORMAT,
         "model": asdict(decoder.config),
@@ -50,6 +55,7 @@ def profile_file(
         "head": head is not None,
         "draft_vocab": 0 if draft_head is None else len(draft_head.ids),
         "device": device_name(decoder.device),
+        "recorded": recorded,
         "threads": torch.get_num_threads(),
         "context": min(FAR, decoder.max_len),
         "versions": {name: metadata.version(name) for name in PACKAGES},
@@ -85,13 +91,18 @@ def save_profile(file: Path, profile: Profile) -> None:
 def profile_of(
     decoder: Decoder, head: MTPHead | None, slots: int, draft_head: DraftHead | None = None, folder: Path | None = None
 ) -> Profile:
-    """The kept profile with what it lacks for so many slots, or a new one. It is kept if it can be: a folder that
-    cannot be written costs the next start a second, and nobody their output."""
+    """The profile of the host's loop for so many slots; see `kept_profile`."""
     file = profile_file(decoder, head, draft_head, folder)
+    return kept_profile(file, slots, lambda sizes: measure_costs(decoder, head, sizes, draft_head))
+
+
+def kept_profile(file: Path, slots: int, measure: Callable[[list[int]], StepCosts]) -> Profile:
+    """The profile in the file with what it lacks for so many slots, or a new one; `measure` gives costs by batch size.
+    It is kept if it can be: a folder that cannot be written costs the next start a second, and nobody their output."""
     known = load_profile(file)
     missing = [size for size in batches_for(slots) if known is None or size not in known.costs.batches]
     if missing:
-        costs = measure_costs(decoder, head, missing, draft_head)
+        costs = measure(missing)
         known = Profile(costs) if known is None else replace(known, costs=known.costs.joined(costs))
         with suppress(InputError):
             save_profile(file, known)

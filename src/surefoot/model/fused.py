@@ -238,7 +238,7 @@ class FusedModel:
 
     def score(self, text: Text, window: int) -> Tensor:
         """Read the window of every sequence (its last emitted token and its drafts); logits [B * window, V] float32.
-        The rows' post-norm hidden states stay in `progress.hidden`."""
+        The rows' post-norm hidden states stay in `progress.hidden`, at their positions' places."""
         rows = text.slots.shape[0] * window
         x = self.scratch.take("stream", rows, self.decoder.config.hidden_size)
         first = self.decoder.blocks[0].mixer_norm.scale
@@ -248,24 +248,33 @@ class FusedModel:
             feed = block(x, feed, text.slots, text.length, window)
         narrow = self.scratch.take("narrow", rows, x.shape[1])
         norm = self.decoder.norm
-        final_norm(x, norm.scale, self.progress.hidden, narrow, window=window, eps=norm.eps)
+        final_norm(x, norm.scale, text.slots, text.length, self.progress.hidden, narrow, window=window, eps=norm.eps)
         return self._logits(narrow, self._lm_head)
 
-    def draft_first(self, text: Text, start: Tensor, window: int, draft_head: DraftHead | None = None) -> Tensor:
-        """Take the target's last hidden states into the head's lane, from position start[slot]; the logits of the first
-        draft token [B, V], or those of the draft head's tokens [B, N]."""
-        return self._draft(text, start, self.progress.hidden, window, (text.slots, self.progress.fresh), draft_head)
+    def draft_first(self, text: Text, waiting: Tensor, window: int, draft_head: DraftHead | None = None) -> Tensor:
+        """Take the target's hidden states that wait, `waiting` [S] of them and at most `window`, into the head's lane;
+        the logits of the first draft token [B, V], or those of the draft head's tokens [B, N]."""
+        x = self._take_in(text, self.progress.laned, self.progress.hidden, window)
+        return self._draft(x, text, waiting, window, draft_head)
 
     def draft_next(self, text: Text, start: Tensor, draft_head: DraftHead | None = None) -> Tensor:
-        """One more row of the head, from its own last hidden state; the logits of the next draft token [B, V], or
-        [B, N]."""
-        return self._draft(text, start, self._chained, 1, None, draft_head)
+        """One more row of the head, at start[slot], from its own last hidden state; the logits of the next draft token
+        [B, V], or [B, N]."""
+        return self._draft(self._take_in(text, start, self._chained, 1), text, start, 1, draft_head)
 
-    def _draft(self, text: Text, start: Tensor, hidden: Tensor, window: int, last: tuple[Tensor, Tensor] | None,
-               draft_head: DraftHead | None) -> Tensor:  # fmt: skip
+    def fill_lane(self, text: Text) -> None:
+        """Take up to a window of the target's hidden states that wait into the head's lane. Rows that do not wait yet
+        leave nothing there that counts."""
+        laned = self.progress.laned
+        self._take_in(text, laned, self.progress.hidden, self.window)
+        torch.add(laned, self.window, out=laned)
+        torch.minimum(laned, text.length, out=laned)
+
+    def _take_in(self, text: Text, start: Tensor, hidden: Tensor, window: int) -> Tensor:
+        """The head's block over states [S, 2^n, H] at their positions from start[slot] on; the stream
+        [B * window, H]."""
         assert self.head is not None
-        head, batch = self.head, text.slots.shape[0]
-        rows, width = batch * window, self.decoder.config.hidden_size
+        head, rows, width = self.head, text.slots.shape[0] * window, self.decoder.config.hidden_size
         pair = self.scratch.take("pair", rows, 2 * width)
         x = self.scratch.take("stream", rows, width)
         norms = head.embedding_norm.scale, head.hidden_norm.scale
@@ -274,8 +283,16 @@ class FusedModel:
         feed = self.scratch.feed(rows, width, parts_of(fc))
         linear(pair, fc, x, self.scratch.sums, feed=(head.block.mixer_norm.scale, feed))
         self._head_block(x, feed, text.slots, start, window)
-        narrow = self.scratch.take("narrow", batch, width)
-        final_norm(x, head.norm.scale, self._chained, narrow, window=window, eps=head.norm.eps, last=last)
+        return x
+
+    def _draft(self, x: Tensor, text: Text, place: Tensor, window: int, draft_head: DraftHead | None) -> Tensor:
+        """The logits behind the last of each sequence's first place[slot] rows of a stream; of windows of one row,
+        which then is at the position place[slot], behind that."""
+        assert self.head is not None
+        norm = self.head.norm
+        narrow = self.scratch.take("narrow", text.slots.shape[0], x.shape[1])
+        final_norm(x, norm.scale, text.slots, place, self._chained, narrow, window=window, eps=norm.eps,
+                   last=window > 1)  # fmt: skip
         return self._logits(narrow, self._lm_head if draft_head is None else weight_of(draft_head.linear))
 
     def _logits(self, hidden: Tensor, weight: Weight) -> Tensor:

@@ -66,15 +66,23 @@ def head_inputs_reference(
     """out [B * window, 2 H]: per row the normed embedding of the token at start[slot] + 1 + i, then the normed hidden
     state of the position before it.
 
-    `hidden` [B, at least window, H] float32 is post-norm; `norms` are the scales (1 + w) for the embedding's half and
-    for the hidden state's.
+    `hidden` [S, 2^n, H] float32 is post-norm, that of position p in row p mod 2^n of its slot; `norms` are the scales
+    (1 + w) for the embedding's half and for the hidden state's.
     """
 
     def norm(x: Tensor, scale: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
     embedded = norm(table[text.ids(start, 1, window)].float(), norms[0])
-    out.copy_(torch.cat([embedded, norm(hidden[: len(text.slots), :window].flatten(0, 1), norms[1])], dim=-1))
+    states = [
+        hidden[slot, ring_rows(start, slot, window, hidden.shape[1])] for slot in text.slots.clamp(min=0).tolist()
+    ]
+    out.copy_(torch.cat([embedded, norm(torch.cat(states), norms[1])], dim=-1))
+
+
+def ring_rows(start: Tensor, slot: int, window: int, ring: int) -> Tensor:
+    """Rows [window] of a ring that hold the positions from start[slot] on."""
+    return (int(start[slot]) + torch.arange(window, device=start.device)) % ring
 
 
 def head_inputs(
@@ -89,30 +97,30 @@ def head_inputs(
     )  # fmt: skip
 
 
-def final_norm_reference(x: Tensor, scale: Tensor, out: Tensor, narrow: Tensor, *, window: int, eps: float,
-                         last: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
-    """x [B * window, H] -> out [B, at least window, H] float32: x / sqrt(mean(x^2) + eps) * scale, row by row; the same
-    rows side by side in `narrow` [rows, H], of the weights' type.
+def final_norm_reference(x: Tensor, scale: Tensor, slots: Tensor, start: Tensor, out: Tensor, narrow: Tensor, *,
+                         window: int, eps: float, last: bool = False) -> None:  # fmt: skip
+    """x [B * window, H] -> x / sqrt(mean(x^2) + eps) * scale, row by row, side by side in `narrow` [rows, H], of the
+    weights' type, and in float32 where their slots keep them: in `out` [S, 2^n, H] at row (start[slot] + i) mod 2^n.
+    A sequence without a slot (-1) leaves `out` alone.
 
-    With `last` = (slots, count) only one row of each sequence, into out [B, 1, H]: the last of its first count[slot]
-    rows (the first, if 0).
+    With `last` only one row of each sequence: the last of its first start[slot] rows (the first, if 0), into row 0.
     """
     normed = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale).view(-1, window, x.shape[1])
-    if last is None:
-        out[: len(normed), :window] = normed
-    else:
-        for b, slot in enumerate(last[0].tolist()):
-            out[b, 0] = normed[b, max(int(last[1][slot]) - 1, 0)]
-    narrow.copy_(out[: len(normed), : 1 if last else window].flatten(0, 1))
+    for b, slot in enumerate(slots.tolist()):
+        row = max(int(start[max(slot, 0)]) - 1, 0)
+        narrow.view(len(normed), -1, x.shape[1])[b] = normed[b, row] if last else normed[b]
+        if slot >= 0 and last:
+            out[slot, 0] = normed[b, row]
+        elif slot >= 0:
+            out[slot, ring_rows(start, slot, window, out.shape[1])] = normed[b]
 
 
-def final_norm(x: Tensor, scale: Tensor, out: Tensor, narrow: Tensor, *, window: int, eps: float,
-               last: tuple[Tensor, Tensor] | None = None) -> None:  # fmt: skip
+def final_norm(x: Tensor, scale: Tensor, slots: Tensor, start: Tensor, out: Tensor, narrow: Tensor, *,
+               window: int, eps: float, last: bool = False) -> None:  # fmt: skip
     """See `final_norm_reference`."""
     rows, width = x.shape
-    slots, count = last if last is not None else (x, x)
-    _final_norm_kernel[(rows if last is None else rows // window,)](
-        x, scale, out, narrow, slots, count, eps, window, out.shape[1], PICK=last is not None, H=width,
+    _final_norm_kernel[(rows // window if last else rows,)](
+        x, scale, slots, start, out, narrow, eps, window, out.shape[1], PICK=last, H=width,
         BLOCK=triton.next_power_of_2(width), num_warps=8, **launch_options(out.device),
     )  # fmt: skip
 
@@ -173,13 +181,15 @@ def _head_inputs_kernel(table, slots, length, tokens, drafts, start, hidden, emb
         x = tl.load(table + token * H + at, inside, 0.0).to(tl.float32)
         x = _normed(x, tl.load(embedding + at, inside, 0.0), eps, H)
     else:
-        x = tl.load(hidden + (row // window * room + row % window) * H + at, inside, 0.0)
+        slot = tl.maximum(tl.load(slots + row // window), 0).to(tl.int64)
+        position = tl.load(start + slot) + row % window
+        x = tl.load(hidden + (slot * room + (position & (room - 1))) * H + at, inside, 0.0)
         x = _normed(x, tl.load(second + at, inside, 0.0), eps, H)
     tl.store(out + row * (2 * H) + half * H + at, x.to(out.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, window, room, PICK: tl.constexpr, H: tl.constexpr,
+def _final_norm_kernel(x, scale, slots, start, out, narrow, eps, window, room, PICK: tl.constexpr, H: tl.constexpr,
                        BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -189,11 +199,14 @@ def _final_norm_kernel(x, scale, out, narrow, slots, count, eps, window, room, P
     let_next_start(DEPENDENT)
     into_narrow = row
     if PICK:
-        kept = tl.load(count + tl.maximum(tl.load(slots + row), 0))
-        into = row * room
+        slot = tl.load(slots + row).to(tl.int64)
+        kept = tl.load(start + tl.maximum(slot, 0))
+        into = 0
         row = row * window + tl.maximum(kept - 1, 0)
     else:
-        into = row // window * room + row % window
+        slot = tl.load(slots + row // window).to(tl.int64)
+        into = (tl.load(start + tl.maximum(slot, 0)) + row % window) & (room - 1)
     normed = _normed(tl.load(x + row * H + at, inside, 0.0), factor, eps, H)
-    tl.store(out + into * H + at, normed, inside)
+    if slot >= 0:
+        tl.store(out + (slot * room + into) * H + at, normed, inside)
     tl.store(narrow + into_narrow * H + at, normed.to(narrow.dtype.element_ty), inside)
